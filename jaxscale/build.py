@@ -61,7 +61,7 @@ class Program:
 
     @property
     def configs(self) -> list[RunConfig]:
-        """Configs of the programs of all batch stages in order. The last is cfg."""
+        """Configs of the programs of all ramp stages, in order. The last one is cfg."""
         return [program.cfg for program in (*self.smaller, self)]
 
     @property
@@ -75,12 +75,12 @@ class Program:
         return self.model.plan
 
     def with_cfg(self, cfg: RunConfig) -> "Program":
-        """Returns a copy with a different config and its plan, for estimates only. Compiled functions are unchanged."""
+        """Returns a copy with another config and its plan, for estimates only. Compiled functions are unchanged."""
         plan = resolve_plan(cfg.model, self.mesh, parallel_settings(cfg))
         return dataclasses.replace(self, cfg=cfg, model=dataclasses.replace(self.model, cfg=cfg.model, plan=plan))
 
     def by_size(self, name: str) -> Callable:
-        """Returns a function (state, batch) -> ... that calls the named function of the batch shape's program."""
+        """Returns a function of (state, batch) that calls the named function of the program for the batch shape."""
         if not self.smaller:
             return getattr(self, name)
         functions = {program.shape: getattr(program, name) for program in (*self.smaller, self)}
@@ -101,16 +101,16 @@ class Program:
 
 
 def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[Device] | None = None) -> Program:
-    """Returns the program of a config on `devices` (default: all), with a program for each batch stage of the budget.
+    """Returns the program of a config on `devices` (default: all), including programs for the stages of its ramps.
 
-    Does not compile. Raises BadInput for a config or a stage that does not fit the devices.
+    Does not compile. Raises BadInput if the config or a stage does not fit the devices.
     """
     program = make_program_on(make_mesh(cfg.mesh, devices), cfg, budget)
     return add_stages(program, budget, remaining_stages(budget, cfg.seq_len))
 
 
 def add_stages(program: Program, budget: Budget, stages: Sequence[BatchStage]) -> Program:
-    """Adds a smaller program for each of these batch stages that has no program. Raises BadInput for invalid stages."""
+    """Adds a program for each ramp stage whose batch shape has none. Raises BadInput if a stage does not fit."""
     cfg, programs = program.cfg, {program.shape: program for program in (*program.smaller, program)}
     for stage in reversed(stages):
         stage_cfg = cfg.with_batch(stage.tokens, stage.row_tokens, program.batch_shards)
@@ -120,10 +120,10 @@ def add_stages(program: Program, budget: Budget, stages: Sequence[BatchStage]) -
             programs[shape] = make_program_on(program.mesh, stage_cfg, budget.without_ramps, data_row=cfg.seq_len)
         except BadInput as error:
             rows = stage_cfg.seq_len
-            name = "batch_ramp" if rows == cfg.seq_len else f"seq_len_ramp, rows of {rows} tokens"
+            name = "batch_ramp" if rows == cfg.seq_len else f"seq_len_ramp with rows of {rows} tokens"
             raise BadInput(
-                f"{name}, batches of {stage_cfg.rows_per_step} rows: {error}; a run that resumes at batch {stage.stop} "
-                "or later does not need this batch size"
+                f"{name} needs batches of {stage_cfg.rows_per_step} rows: {error}; a run that resumes at batch "
+                f"{stage.stop} or later does not need them"
             ) from None
     smaller = [other for shape, other in programs.items() if shape != program.shape]
     smaller.sort(key=lambda other: (other.cfg.tokens_per_step, other.cfg.seq_len))
@@ -131,9 +131,9 @@ def add_stages(program: Program, budget: Budget, stages: Sequence[BatchStage]) -
 
 
 def make_program_on(mesh: Mesh, cfg: RunConfig, budget: Budget, data_row: int | None = None) -> Program:
-    """Returns the program of the last batch stage of a budget on a mesh.
+    """Returns the program of a config on a mesh, without programs for earlier ramp stages.
 
-    data_row: number of tokens in a row of the data, if the rows of batches are parts of these rows.
+    data_row: length of the sequences in the data, if seq_len_ramp splits them into the shorter sequences of the batch.
     """
     cfg = for_device(cfg, mesh.devices.flat[0])
     plan = resolve_plan(cfg.model, mesh, parallel_settings(cfg))
@@ -208,6 +208,6 @@ def parallel_settings(cfg: RunConfig) -> ParallelSettings:
 
 
 def make_balance_update(cfg: RunConfig) -> Callable[[Any, Any], Any] | None:
-    """Returns the update of router loads and biases, or None without experts or with adapters."""
+    """Returns the function that updates router loads and biases. None without experts, and with adapters."""
     experts = getattr(cfg.model, "experts", None)
     return None if experts is None or cfg.lora.on else functools.partial(update_balance, rate=experts.bias_rate)

@@ -100,10 +100,10 @@ class RunConfig:
         return tuple(units.resolve("batch_ramp", size, seq_len=self.seq_len) for size, _ in self.batch_ramp)
 
     def with_batch(self, tokens: int, row_tokens: int | None = None, batch_shards: int = 1) -> "RunConfig":
-        """Returns the config with all batches of one size of batch_ramp and one row length of seq_len_ramp.
+        """Returns the config with one batch size and one sequence length, for a stage of batch_ramp and seq_len_ramp.
 
-        The number of microbatches is the smallest for which they are not larger than those of batch_tokens and, if
-        possible, divisible by batch_shards.
+        Selects the smallest number of microbatches for which a microbatch is not larger than in the full batch and, if
+        possible, its sequences divide evenly among batch_shards.
         """
         row_tokens, full = row_tokens or self.seq_len, self.tokens_per_step // self.train.num_microbatches
         parts = [number for number in divisors(tokens // self.seq_len) if number * full >= tokens]
@@ -114,7 +114,7 @@ class RunConfig:
 
     @property
     def row_lengths(self) -> RowLengths:
-        """Lengths of the rows that the model reads, which the objective makes from rows of seq_len tokens."""
+        """Lengths of the sequences that the model reads. The objective makes them from sequences of seq_len tokens."""
         return row_lengths(self.data.objective, self.seq_len)
 
     @property
@@ -126,15 +126,15 @@ class RunConfig:
 
 
 def check_row_length(cfg: RunConfig) -> None:
-    """Raises BadInput for rows of one token, and for rows longer than model.max_seq_len."""
+    """Raises BadInput for sequences of one token, and for sequences longer than model.max_seq_len."""
     if cfg.seq_len < 2:
         raise BadInput(f"seq_len={cfg.seq_len} must be at least 2")
     longest = cfg.model.max_seq_len
     if longest and cfg.row_lengths.row > longest:
-        made = "" if cfg.row_lengths.row == cfg.seq_len else f", which makes rows of {cfg.row_lengths.row},"
+        made = "" if cfg.row_lengths.row == cfg.seq_len else f", which makes sequences of {cfg.row_lengths.row} tokens,"
         if getattr(cfg.model, "rope_scaling", None) is not None:
             raise BadInput(
-                f"seq_len={cfg.seq_len}{made} is longer than the {longest} tokens per row of model.rope_scaling; "
+                f"seq_len={cfg.seq_len}{made} is longer than the {longest} tokens that model.rope_scaling supports; "
                 f"set model.rope_scaling.row_len={cfg.row_lengths.row}"
             )
         raise BadInput(
@@ -148,17 +148,17 @@ def check_batch(cfg: RunConfig) -> None:
     if remainder or not rows:
         nearest = max(1, round(cfg.tokens_per_step / cfg.seq_len)) * cfg.seq_len
         raise BadInput(
-            f"batch_tokens={cfg.batch_tokens} is not a whole number of rows of seq_len={cfg.seq_len}; try {nearest}"
+            f"batch_tokens={cfg.batch_tokens} must be a multiple of seq_len={cfg.seq_len}, such as {nearest}"
         )
     if rows % cfg.train.num_microbatches:
         raise BadInput(
-            f"train.num_microbatches={cfg.train.num_microbatches} does not divide the {rows} rows of a batch; "
+            f"train.num_microbatches={cfg.train.num_microbatches} does not divide the {rows} sequences of a batch; "
             f"use {or_list(divisors(rows))}"
         )
 
 
 def check_ramp(cfg: RunConfig) -> None:
-    """Raises BadInput unless the sizes of batch_ramp are whole rows and increase up to batch_tokens."""
+    """Raises BadInput unless the sizes of batch_ramp are multiples of seq_len and increase up to batch_tokens."""
     sizes = cfg.ramp_tokens
     for before, size in zip((0, *sizes), (*sizes, cfg.tokens_per_step)):
         if size <= before:
@@ -169,13 +169,13 @@ def check_ramp(cfg: RunConfig) -> None:
     for size in sizes:
         if size % cfg.seq_len:
             raise BadInput(
-                f"batch_ramp: a batch of {size} tokens is not a whole number of rows of seq_len={cfg.seq_len}; try "
+                f"batch_ramp: the batch size of {size} tokens must be a multiple of seq_len={cfg.seq_len}, such as "
                 f"{-(-size // cfg.seq_len) * cfg.seq_len}"
             )
 
 
 def check_seq_len_ramp(cfg: RunConfig) -> None:
-    """Raises BadInput unless lengths of seq_len_ramp increase and divide seq_len, and the objective allows a ramp."""
+    """Raises BadInput unless lengths of seq_len_ramp increase and divide seq_len, and sequences may be split."""
     lengths = [length for length, _ in cfg.seq_len_ramp]
     for before, length in zip((1, *lengths), (*lengths, cfg.seq_len) if lengths else ()):
         if length <= before:
@@ -189,8 +189,8 @@ def check_seq_len_ramp(cfg: RunConfig) -> None:
             raise BadInput(f"seq_len_ramp: seq_len={cfg.seq_len} is not a multiple of {length}; use {or_list(fitting)}")
     if lengths and cfg.data.objective.name != "next_token":
         raise BadInput(
-            f"seq_len_ramp splits rows, but data.objective.name={cfg.data.objective.name!r} needs whole rows; remove "
-            "the ramp, or use 'next_token'"
+            f"seq_len_ramp splits sequences, but data.objective.name={cfg.data.objective.name!r} needs them whole; "
+            "remove seq_len_ramp, or set data.objective.name to 'next_token'"
         )
     if lengths and cfg.data.name == "chat":
         raise BadInput(
@@ -200,7 +200,7 @@ def check_seq_len_ramp(cfg: RunConfig) -> None:
 
 
 def check_amounts(cfg: RunConfig) -> None:
-    """Raises BadInput for an amount with an unknown unit, or in steps if steps differ in size. See resolve_budget()."""
+    """Raises BadInput for an amount with an unknown unit, or in steps with batch_ramp. See resolve_budget()."""
     optim = cfg.optim
     units.parse("optim.warmup_tokens", optim.warmup_tokens)
     amounts = [("train_tokens", cfg.train_tokens)]
@@ -215,7 +215,7 @@ def check_amounts(cfg: RunConfig) -> None:
     for name, amount in amounts:
         if units.parse(name, amount)[1] == "steps" and cfg.batch_ramp:
             raise BadInput(
-                f"{name}={amount!r}: with batch_ramp, the number of tokens per step varies; use tokens or rows"
+                f"{name}={amount!r} is in steps, but steps differ in size with batch_ramp; give it in tokens or rows"
             )
 
 
@@ -236,7 +236,7 @@ def check_objective(cfg: RunConfig) -> None:
     if cfg.row_lengths.prefix and model.attention_window is not None:
         raise BadInput(
             f"data.objective.name={objective.name!r} needs attention to the whole prefix of a document, but "
-            f"model.attention_window={model.attention_window} limits attention; set model.attention_window to none"
+            f"model.attention_window={model.attention_window} limits attention to a window; set it to none"
         )
 
 
@@ -250,14 +250,14 @@ def check_clean_source(cfg: RunConfig) -> None:
 
 
 def check_weights(cfg: RunConfig) -> None:
-    """Raises BadInput for an EMA, an export or adapters that the other settings do not support."""
+    """Raises BadInput if the EMA, the export or the adapters cannot be combined with other settings."""
     if cfg.train.ema.on and cfg.optim.offload_params:
         raise BadInput(
-            "train.ema.decay and optim.offload_params cannot be combined, because the average is updated on devices "
-            "and parameters are in host memory; disable one of them"
+            "train.ema.decay and optim.offload_params cannot be combined, because the EMA is updated on the device, "
+            "but the parameters are in host memory; disable one of them"
         )
     if cfg.sample.ema and not cfg.train.ema.on:
-        raise BadInput("sample.ema=true needs an average of the weights; set train.ema.decay above 0")
+        raise BadInput("sample.ema=true needs an EMA of the weights; set train.ema.decay above 0")
     every, saved = cfg.export.every_steps, cfg.checkpoint.save_every_steps
     if every and (not saved or every % saved):
         raise BadInput(
@@ -267,10 +267,10 @@ def check_weights(cfg: RunConfig) -> None:
     if every and cfg.lora.on:
         raise BadInput(
             f"export.every_steps={every} would export weights without adapters (lora.rank={cfg.lora.rank}); set "
-            "it to 0, and merge the adapters after the run with jaxscale ckpt merge_lora"
+            "export.every_steps to 0, and merge the adapters after the run with jaxscale ckpt merge_lora"
         )
     if every and cfg.export.ema and not cfg.train.ema.on:
-        raise BadInput("export.ema=true needs an average of the weights; set train.ema.decay above 0")
+        raise BadInput("export.ema=true needs an EMA of the weights; set train.ema.decay above 0")
     if cfg.lora.on and cfg.model.kind != "decoder":
         decoders = " or ".join(names_of("decoder"))
         raise BadInput(
@@ -288,34 +288,34 @@ def check_limit(cfg: RunConfig) -> None:
     if optim.decay not in STABLE:
         raise BadInput(
             f"limit.on_overrun='decay' starts the decay early, but optim.decay={optim.decay!r} has no constant phase "
-            "before a decay; set optim.decay to wsd or constant, or limit.on_overrun to tell"
+            "before a decay; set optim.decay to wsd or constant, or limit.on_overrun to 'tell'"
         )
     if not 0 <= optim.min_lr <= optim.peak_lr:
         raise BadInput(f"optim.min_lr={optim.min_lr:g} must be between 0 and optim.peak_lr={optim.peak_lr:g}")
 
 
 def check_evals(cfg: RunConfig) -> None:
-    """Raises BadInput for evaluators of a model that is not a decoder, or with an invalid name."""
+    """Raises BadInput for an invalid name of an evaluator, and for evaluators with a model that is not a decoder."""
     check_names(cfg.evals)
     if cfg.evals and cfg.model.kind != "decoder":
         decoders = or_list(names_of("decoder"))
-        raise BadInput(f"evals need a decoder, but model.name={cfg.model.name!r} is not one; use {decoders}")
+        raise BadInput(f"evals need a decoder, but model.name={cfg.model.name!r} is not a decoder; use {decoders}")
 
 
 def check_experts(cfg: RunConfig) -> None:
     """Raises BadInput for MoE settings of a dense model, and for settings that MoE models do not support."""
     experts, model = getattr(cfg.model, "experts", None), cfg.model
     if experts is None and cfg.mesh.expert != 1:
-        raise BadInput(f"mesh.expert={cfg.mesh.expert}: this model has no experts; use mesh.expert=1, and another axis")
+        raise BadInput(f"mesh.expert={cfg.mesh.expert} needs a model with experts; increase another axis instead")
     if experts is None:
         if lost := [name for name in cfg.train.aux_losses if name in EXPERT_LOSSES]:
             raise BadInput(f"train.aux_losses has {lost[0]!r}, but this model has no experts; remove it")
         if cfg.init.experts != "none":
-            raise BadInput(f"init.experts={cfg.init.experts!r}: this model has no experts; set model.experts")
+            raise BadInput(f"init.experts={cfg.init.experts!r} needs a model with experts; set model.experts")
     elif model.matmul_dtype != "none":
         raise BadInput(
-            f"model.matmul_dtype={model.matmul_dtype!r} does not support model.experts; set it to 'none', for "
-            "matmuls in model.compute_dtype"
+            f"model.matmul_dtype={model.matmul_dtype!r} does not support model.experts; set it to 'none', so "
+            "that matmuls use model.compute_dtype"
         )
 
 
@@ -344,11 +344,10 @@ def check_scales(cfg: RunConfig) -> None:
         return
     if cfg.optim.name not in OPTIMIZERS:
         raise BadInput(
-            f"model.mup has no learning rates for optim.name={cfg.optim.name!r}; use {or_list(OPTIMIZERS)}, or "
-            "remove model.mup"
+            f"model.mup does not support optim.name={cfg.optim.name!r}; use {or_list(OPTIMIZERS)}, or remove model.mup"
         )
     if cfg.optim.name == "sgd" and mup.base_layers is not None:
-        raise BadInput("model.mup.base_layers is for AdamW, but optim.name='sgd'; remove base_layers")
+        raise BadInput("model.mup.base_layers applies only to AdamW, but optim.name='sgd'; remove base_layers")
     if cfg.lora.on:
         raise BadInput(
             "lora.rank cannot be combined with model.mup, which has no rule for adapters; export the model with "

@@ -65,7 +65,7 @@ def main(arguments: Arguments) -> None:
     flags = arguments.flags
     workdir = flags.workdir or f"runs/{config_file.config_name(arguments.config)}"
     if flags.decay_tokens and not flags.branch_from:
-        raise BadInput(f"--decay_tokens={flags.decay_tokens} applies only to a branch; also give --branch_from=RUN")
+        raise BadInput(f"--decay_tokens={flags.decay_tokens} requires --branch_from; add --branch_from=RUN")
     branch = (flags.branch_from, flags.decay_tokens) if flags.branch_from else None
     cfg = load_train_config(arguments.config, config_file.with_flags(arguments), workdir, branch)
     train_in(workdir, cfg, flags, arguments.options)

@@ -37,8 +37,8 @@ hints_of = functools.cache(typing.get_type_hints)
 def setting(default: Any = dataclasses.MISSING, help: str = "", *, may_change: bool = False, read_if: str = "") -> Any:
     """Returns a dataclass field with help.
 
-    may_change: whether a run that resumes may have a different value. read_if: condition on other settings under which
-    the setting or group is read (settings/conditions.py), or '' for always.
+    may_change: whether the value may change when a run resumes. read_if: the condition on other settings under which
+    the setting or group is read (settings/conditions.py); empty: always.
     """
     metadata = {"help": help, "may_change": may_change, "read_if": read_if}
     if isinstance(default, (dict, list)) or callable(default):
@@ -51,7 +51,7 @@ adjustable = functools.partial(setting, may_change=True)
 
 
 def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the nested dict `values` with dotted overrides such as {"optim.peak_lr": "1e-3"}, which may add keys."""
+    """Returns the nested dict `values` with overrides such as {"optim.peak_lr": "1e-3"}. They can add keys."""
     merged = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
     for dotted, value in overrides.items():
         head, _, tail = dotted.partition(".")
@@ -59,7 +59,7 @@ def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
             inner = merged.get(head, {})
             inner = literal(inner) if isinstance(inner, str) else inner
             if not isinstance(inner, Mapping):
-                raise BadInput(f"{dotted}={value!r}: {head} is {inner!r}, not a group of settings")
+                raise BadInput(f"{dotted}={value!r} cannot be set: {head} is {inner!r}, not a group of settings")
             merged[head] = merge(inner, {tail: value})
         else:
             merged[head] = value
@@ -67,7 +67,7 @@ def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
 
 
 def from_dict(cls: type[T], values: object, path: str = "") -> T:
-    """Returns the dataclass `cls` with these values. Raises BadInput with setting, value and rule."""
+    """Returns an instance of the dataclass `cls` with these values. Raises BadInput for an invalid value."""
     if not isinstance(values, Mapping):
         fix = dict_syntax(path) if path and isinstance(values, str) else ""
         raise BadInput(f"{path or cls.__name__} must be a group of settings of {cls.__name__}, not {values!r}{fix}")
@@ -104,7 +104,7 @@ def to_dict(config: Any) -> Any:
 
 
 def flatten(values: Any, path: str = "") -> dict[str, Any]:
-    """Returns nested plain data as one dict with dotted keys. Empty groups remain empty dicts."""
+    """Flattens nested data to {dotted name: value}. Empty groups remain empty dicts."""
     if isinstance(values, Mapping) and values:
         return {key: leaf for name, value in values.items() for key, leaf in flatten(value, join(path, name)).items()}
     return {path: values}
@@ -116,7 +116,7 @@ def keys_of(name: str) -> list[str | int]:
 
 
 def look_up(values: Any, name: str) -> Any:
-    """Returns the value under a dotted name in nested plain data, or MISSING."""
+    """Returns the value with a dotted name in nested data, or MISSING."""
     try:
         return functools.reduce(operator.getitem, keys_of(name), values)
     except (LookupError, TypeError):  # TypeError: None instead of a group
@@ -130,13 +130,13 @@ def put(values: Any, name: str, value: Any) -> None:
 
 
 def describe(cls: type, path: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """Yields (dotted name, type, default, help) for every setting of `cls` and its groups."""
+    """Yields (dotted name, type, default, help) for every setting in `cls` and in its groups."""
     for _, name, type_, default, text in describe_groups(cls, path):
         yield name, type_, default, text
 
 
 def read_conditions(cls: type, field: dataclasses.Field, path: str) -> list[str]:
-    """Returns the read_if conditions of a field in the group at `path`, with full names of settings."""
+    """Returns the read_if conditions of a field, with the full names of settings. `path` is the field's group."""
     from jaxscale.settings.conditions import whole_condition
 
     declared = [field.metadata.get("read_if", ""), getattr(cls, "inherited_read_if", {}).get(field.name, "")]
@@ -146,7 +146,7 @@ def read_conditions(cls: type, field: dataclasses.Field, path: str) -> list[str]
 def describe_groups(
     cls: type, path: str = "", chosen: str = "", only_if: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, str, str, str, str]]:
-    """Yields (name of the group or '', *tuple of describe()). only_if: conditions of the group."""
+    """Yields (group name or '', dotted name, type, default, help). `only_if`: conditions of the group."""
     from jaxscale.settings.conditions import in_words
 
     hints = hints_of(cls)
@@ -176,7 +176,7 @@ def named_hint(hint: Any) -> Any:
 
 
 def changeable(cls: type, path: str = "") -> set[str]:
-    """Returns dotted names of the settings or groups that may differ when a run resumes."""
+    """Returns the dotted names of the settings and groups that may change when a run resumes."""
     names, hints = set(), hints_of(cls)
     for field in dataclasses.fields(cls):
         if field.metadata.get("may_change"):
@@ -187,13 +187,13 @@ def changeable(cls: type, path: str = "") -> set[str]:
 
 
 def difference(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
-    """Returns {dotted name: (old, new)} for leaves that differ between two nested dicts. Missing values are None."""
+    """Returns {dotted name: (old, new)} for values that differ between two nested dicts. Missing values are None."""
     old, new = flatten(old), flatten(new)
     return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
 
 
 def convert(value: Any, hint: Any, path: str) -> Any:
-    """Converts `value`, which may be command-line text, to the type `hint`. Raises BadInput with path and type."""
+    """Converts `value`, which can be command-line text, to the type `hint`. Raises BadInput if it does not match."""
     candidates = options(hint)
     groups = group_types(hint)
     if isinstance(value, str):
@@ -274,7 +274,7 @@ def parse_text(text: str, candidates: list[Any]) -> Any:
 
 
 def literal(text: str) -> Any:
-    """Parses a Python literal, or JSON of a dict or list such as '{"x": true}'. Returns other text unchanged."""
+    """Parses a Python literal, or a JSON object or list such as '{"x": true}'. Returns other text unchanged."""
     with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # see ast.literal_eval
         return ast.literal_eval(text)
     if text.lstrip().startswith(("{", "[")):
@@ -284,15 +284,15 @@ def literal(text: str) -> Any:
 
 
 def choose_group(groups: list[type], value: Any, path: str) -> type:
-    """Returns the dataclass that the `name` or `kind` in `value` selects. A single group needs neither."""
+    """Returns the dataclass that `name` or `kind` in `value` selects. If there is only one, it needs neither."""
     if len(groups) == 1:
         return groups[0]
     named = {group_name(group): group for group in groups}
     tag = group_tag(groups[0])
     if not isinstance(value, Mapping):
-        raise BadInput(f"{path}={value!r} must be a group of settings with a {tag}, one of {sorted(named)}")
+        raise BadInput(f"{path}={value!r} must be a group of settings whose {tag} is one of {sorted(named)}")
     if tag not in value:
-        raise BadInput(f"{path}.{tag} must be given: one of {sorted(named)}")
+        raise BadInput(f"{path}.{tag} must be given; set it to one of {sorted(named)}")
     name = value[tag]
     if not isinstance(name, str) or name not in named:
         close = difflib.get_close_matches(str(name), named, n=1, cutoff=0.4)
@@ -312,7 +312,7 @@ def group_tag(group: type) -> str:
 
 
 def with_default_name(value: Any, field: dataclasses.Field, hint: Any) -> Any:
-    """Returns `value`, with the default's name added if it has no name and the field allows several dataclasses."""
+    """Adds the name of the default to a group without a name, if the field allows several dataclasses."""
     several = len(group_types(hint)) > 1
     value = literal(value) if several and isinstance(value, str) else value
     if several and isinstance(value, Mapping) and "name" not in value:
@@ -323,18 +323,18 @@ def with_default_name(value: Any, field: dataclasses.Field, hint: Any) -> Any:
 
 
 def options(hint: Any) -> list[Any]:
-    """Returns the members of a union, or the hint alone. str is last, so that narrower types match first."""
+    """Returns the members of a union, or [hint] if it is not a union. str is last, so that other types match first."""
     members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     return sorted(members, key=lambda member: {bool: 0, int: 1, float: 2, str: 9}.get(member, 3))
 
 
 def group_types(hint: Any) -> list[type[Any]]:
-    """Returns the dataclasses among the members of a union, or the hint itself if it is a dataclass."""
+    """Returns the dataclasses in a union, or [hint] if the hint is a dataclass."""
     return [option for option in options(hint) if isinstance(option, type) and dataclasses.is_dataclass(option)]
 
 
 def suggestion(key: str, cls: type, path: str) -> str:
-    """Returns '; did you mean ...?' with a name of this group or, if none is close, of groups inside it."""
+    """Returns '; did you mean ...?' with a similar name in this group or in its groups, or the names of this group."""
     names = [field.name for field in dataclasses.fields(cls)]
     full_names = [name for name, *_ in describe(cls, path)]
     leaf = {name.rsplit(".", 1)[-1]: name for name in reversed(full_names)}
@@ -345,7 +345,7 @@ def suggestion(key: str, cls: type, path: str) -> str:
 
 
 def value_hint(value: Any, candidates: list[Any], path: str) -> str:
-    """Returns '; did you mean ...?' for a misspelt choice, or the syntax of a dict if a dict is expected."""
+    """Returns '; did you mean ...?' for a misspelt choice. If a dict is expected, returns the syntax of a dict."""
     if isinstance(value, str) and any(typing.get_origin(option) is dict for option in candidates):
         return dict_syntax(path)
     choices = [arg for option in candidates if typing.get_origin(option) is Literal for arg in typing.get_args(option)]
@@ -354,7 +354,7 @@ def value_hint(value: Any, candidates: list[Any], path: str) -> str:
 
 
 def dict_syntax(path: str) -> str:
-    """Returns the syntax of a dict or a group of settings on a command line."""
+    """Returns the command-line syntax of a dict or a group of settings."""
     return f"""; write {path}='{{"NAME": VALUE}}', or {path}.NAME=VALUE for one key"""
 
 

@@ -22,11 +22,11 @@ ROUNDED = 0.9995  # fraction of a unit from which three digits round up to the u
 
 
 def parse(name: str, amount: Tokens) -> tuple[float, str]:
-    """Returns (number, unit). The unit is tokens, steps, rows, epochs or %. Raises BadInput with the setting `name`."""
+    """Returns (number, unit), where the unit is tokens, steps, rows, epochs or %. name: setting for error messages."""
     found = FORM.fullmatch(str(amount))
     if not found or found[2].lower() not in UNITS:
         raise BadInput(
-            f"{name}={str(amount)[:40]!r} is not an amount of training; give tokens as an integer, or '2000 steps', "
+            f"{name}={str(amount)[:40]!r} is not an amount of training; write an integer (tokens), '2000 steps', "
             "'1%' or '1 epoch'"
         )
     number = float(found[1].replace("_", ""))
@@ -44,7 +44,7 @@ def resolve(
     train_tokens: int | None = None,
     epoch_tokens: int | None = None,
 ) -> int:
-    """Returns the amount in tokens. Raises BadInput if the unit needs a missing argument."""
+    """Returns the amount in tokens. Raises BadInput if its unit depends on an argument that is None."""
     number, unit = parse(name, amount)
     size = {
         "tokens": 1,
@@ -54,7 +54,7 @@ def resolve(
         "epochs": epoch_tokens,
     }[unit]
     if size is None:
-        needs = {"steps": "batch_tokens", "%": "train_tokens", "epochs": "a data set of known length"}[unit]
+        needs = {"steps": "batch_tokens", "%": "train_tokens", "epochs": "the length of the data set"}[unit]
         other = "tokens or steps" if batch_tokens else "tokens or rows"
         raise BadInput(f"{name}={amount!r} needs {needs}, which is unknown; give the amount in {other}")
     if not (number * size).is_integer() and unit == "tokens":
@@ -63,30 +63,30 @@ def resolve(
 
 
 def steps(tokens: int, batch_tokens: int) -> int:
-    """Returns the number of steps with at least `tokens` tokens."""
+    """Returns the number of steps for at least `tokens` tokens."""
     return -(-tokens // batch_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchSizes:
-    """Piecewise constant sizes, in rows or tokens, of batches 0, 1, 2, ... of an endless stream.
+    """Sizes of the batches 0, 1, 2, ... of an endless stream, piecewise constant, in sequences or tokens.
 
-    Maps batches to positions in the stream and back. For row lengths, only size() is meaningful.
+    Converts batch numbers to stream positions and back. For sequence lengths, use only size().
     """
 
     stages: tuple[tuple[int, int], ...]  # (first batch, size) in order; the first stage begins at batch 0
 
     @classmethod
     def growing(cls, ends: Sequence[tuple[int, int]], last: int) -> "BatchSizes":
-        """Returns batches of each size up to position `until`, for (size, until) in `ends`, then of size `last`.
+        """Returns BatchSizes with each size up to stream position `until`, for (size, until) in `ends`, then `last`.
 
-        Raises BadInput for a size that no batch has.
+        Raises BadInput if a size has no batch.
         """
         stages, batch, reached = [], 0, 0
         for size, until in ends:
             if until <= reached:
                 raise BadInput(
-                    f"no batch has size {size:,}, which ends at {until:,}, because previous batches reach {reached:,}"
+                    f"no batch has size {size:,}, because earlier batches reach {reached:,} (its end is {until:,})"
                 )
             stages.append((batch, size))
             number = steps(until - reached, size)
@@ -129,30 +129,30 @@ class BatchSizes:
         return self.starts()[at] + (n - first) * size
 
     def find(self, position: int) -> tuple[int, int]:
-        """Returns (batch at a position in the stream, offset in the batch). Inverse of begin()."""
+        """Returns (number of the batch that contains a stream position, offset in this batch). Inverse of begin()."""
         at = bisect.bisect_right(starts := self.starts(), position) - 1
         first, size = self.stages[at]
         batches, offset = divmod(position - starts[at], size)
         return first + batches, offset
 
     def holding(self, amount: int) -> int:
-        """Returns the smallest number of batches, counted from the first, that contain this amount."""
+        """Returns the number of batches, from the beginning of the stream, that contain at least this amount."""
         batch, offset = self.find(amount)
         return batch + (offset > 0)
 
     def times(self, number: int) -> "BatchSizes":
-        """Returns the sizes multiplied by a number, for example to convert rows to tokens."""
+        """Returns the sizes multiplied by a number, for example to convert sequences to tokens."""
         return BatchSizes(tuple((first, size * number) for first, size in self.stages))
 
 
 def recorded_sizes(budget: Mapping[str, Any], row_tokens: int = 1) -> BatchSizes:
-    """Returns the batch sizes in the budget of a run record, in rows of row_tokens tokens."""
+    """Returns the batch sizes in a recorded budget, in sequences of row_tokens tokens."""
     stages = tuple((int(first), int(tokens) // row_tokens) for first, tokens in budget.get("ramp") or ())
     return BatchSizes(stages or ((0, int(budget["batch_tokens"]) // row_tokens),))
 
 
 def digits(number: float) -> str:
-    """Formats a number with three digits: 12345.6 -> '12,346', 999.4 -> '999', 0.1234 -> '0.123'."""
+    """Rounds a number to an integer or three significant digits: 12345.6 -> '12,346', 0.1234 -> '0.123'."""
     return f"{number:,.0f}" if abs(number) >= ROUNDED * 1000 else f"{number:.3g}"
 
 
@@ -188,7 +188,7 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Formats seconds: 3725 -> '1h02m', 65 -> '1m05s', 4.2 -> '4.2s', 1.22e9 -> '38.7 years'. Negative is 0."""
+    """Formats seconds: 3725 -> '1h02m', 65 -> '1m05s', 4.2 -> '4.2s', 1.22e9 -> '38.7 years', -1 -> '0.0s'."""
     seconds = max(seconds, 0.0)
     if seconds >= 2 * YEAR:
         return f"{digits(seconds / YEAR)} years"
@@ -207,14 +207,14 @@ def step_duration(seconds: float) -> str:
 
 
 def seconds_of(text: str) -> float | None:
-    """Parses a duration such as '30d', '12h', '90m' or '1h30m' to seconds. Returns None for zero and other text."""
+    """Parses a duration such as '30d', '12h' or '1h30m' to seconds. Returns None if it is invalid or zero."""
     found = re.fullmatch(rf"({PART})+", text.strip().lower())
     seconds = sum(float(number) * SECONDS[unit] for number, unit in re.findall(PART, text.lower())) if found else 0.0
     return seconds or None
 
 
 def divisors(number: int) -> list[int]:
-    """Returns all divisors in order. Takes O(sqrt(number)) time, 0.1 s for a prime near 1e12."""
+    """Returns all divisors in increasing order in O(sqrt(number)) time (0.1 s for a prime near 1e12)."""
     found, remaining, factor = [1], number, 2
     while remaining > 1:
         while factor * factor <= remaining and remaining % factor:

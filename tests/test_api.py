@@ -134,7 +134,7 @@ def test_evaluate_measures_what_the_verb_measures(workdir, model, tmp_path, caps
             lambda model: jaxscale.sample(model, seed=2**32),
             "seed=4294967296 must be .* to 4294967295",
         ),
-        (lambda model: jaxscale.sample(model, stop=""), "an empty stop text"),
+        (lambda model: jaxscale.sample(model, stop=""), "a stop text must not be empty"),
         (lambda model: jaxscale.report("nowhere/run", price="cheap"), "^price=cheap must be dollars"),
         (lambda model: jaxscale.sample("nowhere/run"), "nowhere/run"),
         (lambda model: jaxscale.report(), "report needs a work folder"),
@@ -142,7 +142,7 @@ def test_evaluate_measures_what_the_verb_measures(workdir, model, tmp_path, caps
         (lambda model: jaxscale.train(None, "x", stop_after=0), "stop_after=0 must be a whole number, 1 or more"),
         (
             lambda model: jaxscale.train("quickstart.py", "x"),
-            r"cfg='quickstart.py' is not a config; for a file, use train\(load_config",
+            r"cfg='quickstart.py' is not a config; to train from a file, use train\(load_config",
         ),
         (lambda model: jaxscale.train(None, "x", allow_change="optim.peek_lr"), "^allow_change=optim.peek_lr is not"),
         (lambda model: jaxscale.evaluate(model, text={"a": "x"}, batch_tokens=0), "^batch_tokens=0 must be a whole"),
@@ -150,7 +150,7 @@ def test_evaluate_measures_what_the_verb_measures(workdir, model, tmp_path, caps
             (lambda model, name=name: jaxscale.trace("nowhere", **{"step": 1} | {name: -1}), f"^{name}=-1 must be a")
             for name in ("step", "row", "characters")
         ],
-        (lambda model: jaxscale.evaluate(model, text="a.txt"), "text='a.txt' must be a dict with names"),
+        (lambda model: jaxscale.evaluate(model, text="a.txt"), "text='a.txt' must be a dict of named evaluators"),
     ],
 )
 def test_what_a_person_got_wrong_is_one_line(call, told, model):

@@ -135,7 +135,7 @@ def test_what_is_no_file_in_the_place_of_one_is_one_line_and_keeps_nobody_waitin
     workdir = tmp_path / "run"
     workdir.mkdir()
     MAKE[kind](workdir / name)
-    with pytest.raises(BadInput, match=f"{name} is .*; move it away"):
+    with pytest.raises(BadInput, match=f"{name} must be a file, but is .*; move or delete"):
         with run_services(cfg, str(workdir), DEFAULT_OPTIONS, Alone()):
             raise AssertionError("begun")
     assert [path.name for path in workdir.iterdir()] == [name] and not (tmp_path / "none").exists()
@@ -145,6 +145,6 @@ def test_what_is_no_file_in_the_place_of_one_is_one_line_and_keeps_nobody_waitin
 @pytest.mark.parametrize("kind", ["a pipe", "a folder", "a broken link"])
 def test_a_lock_of_data_that_is_no_file_is_one_line_too(tmp_path, kind):
     MAKE[kind](tmp_path / "lock")
-    with pytest.raises(BadInput, match="lock is .*; move it away"), locked(tmp_path / "lock"):
+    with pytest.raises(BadInput, match="lock must be a file, .*; move or delete"), locked(tmp_path / "lock"):
         raise AssertionError("held")
     assert not (tmp_path / "none").exists()

@@ -66,7 +66,7 @@ def test_a_branch_begins_at_step_0_and_goes_on_from_its_own_checkpoints_with_no_
     checkpoints = Checkpoints(tmp_path / "branch" / "checkpoints", CheckpointConfig())
     assert checkpoints.read_run(4)["ancestry"] == recorded  # after a restart too
 
-    with pytest.raises(Stop, match="belongs to another config: init.from_path: ") as stop:
+    with pytest.raises(Stop, match="has other settings: init.from_path: ") as stop:
         run(tmp_path / "branch", 4)
     assert stop.value.code is Exit.CONFIG_MISMATCH
 
@@ -102,11 +102,11 @@ def begin(folder, overrides):
 
 
 def test_what_cannot_be_read_ends_the_run_before_anything_is_written_into_its_folder(tmp_path):
-    with pytest.raises(ValueError, match="init.from_path=.*nowhere holds no checkpoint"):
+    with pytest.raises(ValueError, match="init.from_path=.*nowhere contains no checkpoint"):
         run(tmp_path / "branch", 4, from_path=str(tmp_path / "nowhere"))
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "model.safetensors").touch()
-    with pytest.raises(ValueError, match="Hugging Face model first: jaxscale convert --from=.*hf --workdir=NEW"):
+    with pytest.raises(ValueError, match="Hugging Face model: jaxscale convert --from=.*hf --workdir=NEW"):
         run(tmp_path / "branch", 4, from_path=str(tmp_path / "hf"))
     assert not (tmp_path / "branch" / "config.json").exists()
 

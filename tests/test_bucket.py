@@ -102,7 +102,7 @@ def test_an_answer_without_a_size_is_not_called_another_size(told):
     headers = email.message.Message()
     for name, value in told.items():
         headers[name] = value
-    with pytest.raises(BadInput, match="does not have the object's size; bypass any proxy"):
+    with pytest.raises(BadInput, match="does not include the object's size; bypass any proxy"):
         check_size(headers, URL, 5)
 
 

@@ -113,28 +113,28 @@ def test_a_wrong_name_or_type_is_one_line_with_the_nearest_right_name(path, over
         ({"model.mlp_dim": 0}, "mlp_dim=0 must be at least 1"),
         ({"model.vocab_size": 0}, "model: vocab_size=0 must be at least 1"),
         ({"model.logit_softcap": -1}, "model: logit_softcap=-1.0 must be above 0"),
-        ({"batch_tokens": 250}, "batch_tokens=250 is not a whole number of rows of seq_len=16; try 256"),
-        ({"batch_tokens": 3}, "batch_tokens=3 is not a whole number of rows of seq_len=16; try 16"),
-        ({"batch_tokens": 0}, "batch_tokens=0 is not a whole number of rows"),
+        ({"batch_tokens": 250}, "batch_tokens=250 must be a multiple of seq_len=16, such as 256"),
+        ({"batch_tokens": 3}, "batch_tokens=3 must be a multiple of seq_len=16, such as 16"),
+        ({"batch_tokens": 0}, "batch_tokens=0 must be a multiple of seq_len=16"),
         ({"batch_tokens": "2 steps"}, "batch_tokens='2 steps' needs batch_tokens"),
-        ({"train.num_microbatches": 3}, "does not divide the 16 rows of a batch; use 1, 2, 4, 8 or 16"),
+        ({"train.num_microbatches": 3}, "does not divide the 16 sequences of a batch; use 1, 2, 4, 8 or 16"),
         ({"train.num_microbatches": 0}, "train: num_microbatches=0 must be at least 1"),
-        ({"train.aux_losses": {"y_loss": 1.0}}, "train: aux_losses has 'y_loss', which is not a loss; use z_loss"),
+        ({"train.aux_losses": {"y_loss": 1.0}}, "train: aux_losses has 'y_loss', which is not an auxiliary loss"),
         ({"seq_len": 1}, "seq_len=1 must be at least 2"),
         ({"model": tiny.GPT2, "seq_len": 64}, "seq_len=64 is longer than model.max_seq_len=32; increase model"),
         ({"model": tiny.LLAMA | {"rope_scaling": {"name": "dynamic", "original_max_len": 32}}, "seq_len": 64},
-         "is longer than the 32 tokens per row of model.rope_scaling; set model.rope_scaling.row_len=64"),
+         "is longer than the 32 tokens that model.rope_scaling supports; set model.rope_scaling.row_len=64"),
         ({"model": tiny.GPT2 | {"num_heads": 3}}, "model: embed_dim=16 must be a multiple of num_heads=3"),
         ({"data": dict(name="files", files="x.txt", cache_dir="s3://b/x")}, "cache_dir=s3://b/x must be a local"),
         ({"train_tokens": "a lot"}, "train_tokens='a lot' is not an amount of training"),
         ({"optim.warmup_tokens": "soon"}, "optim.warmup_tokens='soon' is not an amount of training"),
         ({"optim.min_lr": 1.0}, "optim: min_lr=1 must be between 0 and peak_lr=0.01"),
         ({"mesh.fsdp": 0}, "mesh: fsdp=0 must be a positive number of devices"),
-        ({"mesh.data": -1}, "mesh: only one axis may be -1, not ['data', 'fsdp']"),
-        ({"mesh.expert": 2}, "mesh.expert=2: this model has no experts"),
+        ({"mesh.data": -1}, "mesh: only one axis may be -1, but ['data', 'fsdp'] are"),
+        ({"mesh.expert": 2}, "mesh.expert=2 needs a model with experts"),
         ({"train.aux_losses": {"balance_loss": 0.1}}, "train.aux_losses has 'balance_loss', but this model has no"),
         (EXPERTS | {"model.matmul_dtype": "int8"}, "model.matmul_dtype='int8' does not support model.experts"),
-        ({"optim.groups": [{"pattern": "("}]}, "optim.groups[0]: pattern='(' is not a regular expression"),
+        ({"optim.groups": [{"pattern": "("}]}, "optim.groups[0]: pattern='(' is not a valid regular expression"),
         ({"checkpoint.keep_last": 0}, "checkpoint: keep_last=0 must be at least 1"),
         ({"sample.temperature": 0}, "sample: "),
         ({"train.loss_scale.initial": 0.5}, "train.loss_scale: initial=0.5 must be between min=1"),
@@ -172,7 +172,7 @@ def test_an_epoch_is_the_data_s_and_steps_round_up():
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        ({"train_tokens": "1 epoch"}, "train_tokens='1 epoch' needs a data set of known length"),
+        ({"train_tokens": "1 epoch"}, "train_tokens='1 epoch' needs the length of the data set"),
         ({"train_tokens": "1%"}, "train_tokens='1%' needs train_tokens"),
         ({"train_tokens": 0}, "train_tokens=0 is less than one token"),
         ({"optim.warmup_tokens": "21 steps"}, "optim.warmup_tokens=21 steps must be at most train_tokens=20 steps"),
@@ -190,7 +190,7 @@ def test_an_impossible_horizon_is_one_line(overrides, told):
     [
         ("def get_config(:\n", "SyntaxError"),
         ("import nothing_of_this_name\n", "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
-        ("x = 1\n", "the file has no get_config()"),
+        ("x = 1\n", "the file has no function get_config()"),
         ("def get_config():\n    pass\n", "must return"),
         ("def get_config():\n    return 3\n", "must return"),
         ("def get_config():\n    return undefined\n", "NameError: name 'undefined' is not defined"),
@@ -208,7 +208,7 @@ def test_a_file_that_cannot_be_read_is_one_line_that_names_it(tmp_path, text, to
 
 def test_an_attribute_error_inside_get_config_is_not_called_a_missing_get_config(tmp_path):
     (tmp_path / "broken.py").write_text("def get_config():\n    return (3).absent\n")
-    assert "has no get_config" not in complaint(load_config, str(tmp_path / "broken.py"))
+    assert "has no function get_config" not in complaint(load_config, str(tmp_path / "broken.py"))
 
 
 def test_a_missing_file_is_told_with_the_nearest_there_is(path, tmp_path):
@@ -258,7 +258,7 @@ def test_a_flag_is_read_by_its_type():
     assert parse(["--fresh=false", "--serve=8"], Own).flags == Own(serve=8)
     for argv, told in (
         (["--steps=0"], "--steps=0 must be a whole number, 1 or more"),
-        (["--fresh=maybe"], "--fresh=maybe must be true or false; --fresh alone is true"),
+        (["--fresh=maybe"], "--fresh=maybe must be true or false; --fresh alone means true"),
         (["--mesh.pipes=2"], "settings are written --config.NAME=VALUE"),
         (["--several"], "--several needs a value"),
     ):

@@ -26,7 +26,7 @@ def config(model, objective, **more):
         (tiny.GPT2, SPANS, "use model.name='t5', or data.objective.layout='one_row' with a decoder"),
         (tiny.T5, ONE_ROW, "or data.objective.layout='encoder_decoder' with model.name='t5'"),
         (tiny.LLAMA | dict(attention_window=4), dict(name="prefix_lm"), "model.attention_window=4 limits attention"),
-        (tiny.GPT2 | dict(max_seq_len=18), ONE_ROW, "which makes rows of 20, is longer than model.max_seq_len=18"),
+        (tiny.GPT2 | dict(max_seq_len=18), ONE_ROW, "sequences of 20 tokens, is longer than model.max_seq_len=18"),
     ],
 )
 def test_what_does_not_go_together_is_told_with_the_way_out(model, objective, told):
@@ -37,7 +37,7 @@ def test_what_does_not_go_together_is_told_with_the_way_out(model, objective, to
 
 def test_rows_that_the_tensor_axis_does_not_divide_name_the_setting():
     cfg = config(tiny.T5, SPANS, **{"mesh.tensor": 2, "mesh.fsdp": -1, "seq_len": 20, "batch_tokens": 320})
-    with pytest.raises(ValueError, match=r"rows of 5 and 19 tokens.*data.objective.multiple_of=2"):
+    with pytest.raises(ValueError, match=r"sequences of 5 and 19 tokens.*data.objective.multiple_of=2"):
         make_program(cfg, resolve_budget(cfg, None))
 
 

@@ -139,7 +139,7 @@ def test_merged_weights_are_a_plain_work_folder_with_the_same_logits(base, adapt
         found = np.asarray(make_token_losses(model)(tokens_BT))[real]
         np.testing.assert_allclose(found, theirs[real], atol=1e-5)
 
-    with pytest.raises(ValueError, match="merge them with jaxscale ckpt merge_lora --workdir=.*/tuned --to=FOLDER"):
+    with pytest.raises(ValueError, match="merge the adapters with jaxscale ckpt merge_lora --workdir=.*/tuned --to"):
         convert.main([f"--workdir={tmp_path}/tuned", f"--to={tmp_path}/hf"])
     assert convert.main([f"--workdir={tmp_path}/merged", f"--to={tmp_path}/hf"]) == 0
     assert (tmp_path / "hf/chat_template.jinja").exists()
@@ -150,7 +150,7 @@ def test_merged_weights_are_a_plain_work_folder_with_the_same_logits(base, adapt
     assert on.latest_step() == 2
     with pytest.raises(ValueError, match="is not empty"):
         merge_lora(run, 4, tmp_path / "merged")
-    with pytest.raises(ValueError, match="has no adapters in params"):
+    with pytest.raises(ValueError, match="has no LoRA adapters in params"):
         merge_lora(on, 2, tmp_path / "again")
     with pytest.raises(ValueError, match="not in this config .*merge_lora merges adapters"):
         tuned(tmp_path / "wrong", tmp_path / "tuned")

@@ -125,9 +125,12 @@ def test_a_model_may_compute_in_another_type_and_be_saved_in_another(workdir, tm
 @pytest.mark.parametrize(
     "how, told",
     [
-        ({"path": "{}/nowhere"}, "--workdir=.*nowhere holds no checkpoint: .* has no complete step$"),
-        ({"step": 5}, "no checkpoint of step 5; .* has 3 or 7"),
-        ({"path": "{}/checkpoints/3", "step": 7}, "is step 3, but step 7 is requested"),
+        (
+            {"path": "{}/nowhere"},
+            "--workdir=.*nowhere contains no checkpoint: .* has no saved step; use a different run$",
+        ),
+        ({"step": 5}, "has no step 5; use step 3 or 7"),
+        ({"path": "{}/checkpoints/3", "step": 7}, "is the checkpoint of step 3, but step=7 is set"),
         ({"mesh": MeshConfig(tensor=8)}, "the mesh does not divide the model: .*kv_heads=2"),
     ],
 )

@@ -126,7 +126,7 @@ def test_a_run_folder_whose_name_is_a_pattern_is_refused_before_anything_is_comp
     ],
 )
 def test_an_address_that_is_not_read_is_one_line_with_the_way_out(address, way_out):
-    with pytest.raises(BadInput, match="only local folders and gs://; .*" + way_out):
+    with pytest.raises(BadInput, match="use a local path or gs:// .*" + way_out):
         paths.as_path(address)
 
 

@@ -114,9 +114,9 @@ def test_a_branch_that_is_stopped_goes_on_bit_for_bit_without_its_trunk_and_with
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"seed": 3}, r"whose rows depend on seed, .*: seed: 2 in the source, 3 in this run; use the values"),
-        ({"train_tokens": "4 steps"}, "train_tokens=4 steps is 4 steps, but the branch starts after step 4 of"),
-        ({"init.skip": ("head",)}, "what='run' resumes all arrays unchanged, but skip changes some"),
+        ({"seed": 3}, r"which depend on seed, .*: seed: 2 in the source, 3 in this run; use the same values"),
+        ({"train_tokens": "4 steps"}, "train_tokens=4 steps gives 4 steps, but the branch starts after step 4 of"),
+        ({"init.skip": ("head",)}, "what='run' restores arrays unchanged and does not support skip"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -137,14 +137,12 @@ def test_other_data_are_refused(trunk, tmp_path):
 @pytest.mark.soak
 def test_a_branch_that_decays_begins_where_the_rate_is_at_its_peak(tmp_path):
     train(tmp_path / "cosine", {"optim.decay": "cosine"}, stop_after=4)
-    with pytest.raises(
-        BadInput, match="follows decay=cosine, but .* branch from a run with optim.decay=wsd or constant"
-    ):
+    with pytest.raises(BadInput, match="follows decay=cosine; branch from a run with optim.decay=wsd or constant"):
         branch_settings(f"{tmp_path}/cosine", "4 steps", {})
     assert branch_settings(f"{tmp_path}/cosine", None, {}) == {
         "init.from_path": f"{tmp_path}/cosine/checkpoints/4", "init.what": "run",
     }  # fmt: skip
-    with pytest.raises(BadInput, match="--branch_from=.*: no checkpoint of step 3"):
+    with pytest.raises(BadInput, match="--branch_from=.*: .* has no checkpoint of step 3"):
         branch_settings(f"{tmp_path}/cosine/checkpoints/3", "4 steps", {})
 
 
@@ -164,5 +162,5 @@ def test_a_decay_begins_neither_in_the_warmup_nor_in_another_decay():
 
 
 def test_a_decay_without_a_branch_is_refused():
-    with pytest.raises(BadInput, match="--decay_tokens=5 applies only to a branch; also give --branch_from=RUN"):
+    with pytest.raises(BadInput, match="--decay_tokens=5 requires --branch_from; add --branch_from=RUN"):
         main.main(["--config=configs/quickstart.py", "--decay_tokens=5"])

@@ -122,7 +122,7 @@ def test_a_manifest_lists_plain_names_alone(tmp_path, name):
     shard = content["shards"][0]
     files = {f"{name}{file[1:]}": about for file, about in shard["files"].items()}
     content["shards"][0] = shard | {"name": name, "files": files}
-    with pytest.raises(ValueError, match="has invalid 'files' of shard"):
+    with pytest.raises(ValueError, match="has invalid 'files' for shard"):
         parse_manifest("m", content)
 
 

@@ -24,7 +24,7 @@ CONFIG = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=257, hidden_size=16, intermediate_size=24,
     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64, eos_token_id=256,
 )  # fmt: skip
-WAY_OUT = "give --tokenizer=FILE .* or convert it again from a folder with the tokenizer's files; the Python API"
+WAY_OUT = "set --tokenizer=FILE .* or convert it again from a folder with the tokenizer's files; the Python API"
 PROMPT = list(b"def f")
 
 
@@ -68,10 +68,10 @@ def test_a_tokenizer_may_be_named_for_it_and_ids_give_the_same(workdir, model, c
 
 def test_what_is_no_prompt_of_ids_is_one_line(model):
     for prompt, told in (
-        ([257], "token id 257"), ([[]], "must be text, or a list"), ([[1.5]], "must be text, or a list"),
-        (["a", [1]], "prompts must be all texts"), ([[-1]], "token id -1"),
+        ([257], "token id 257"), ([[]], "must be text, or a non-empty"), ([[1.5]], "must be text, or a non-empty"),
+        (["a", [1]], "prompts must be either all strings"), ([[-1]], "token id -1"),
     ):  # fmt: skip
-        with pytest.raises(BadInput, match=f"{told}|does not record the tokenizer"):
+        with pytest.raises(BadInput, match=f"{told}|does not record the model's tokenizer"):
             jaxscale.sample(model, prompt)
     with pytest.raises(BadInput, match="chat and stop apply only to text prompts"):
         jaxscale.sample(model, [1], stop="a")
@@ -101,15 +101,15 @@ def test_what_is_no_token_file_is_one_line(model, tmp_path):
         (f"{tmp_path}/none.bin", r"tokens\['x'\]=.*none.bin does not exist"),
         (f"{tmp_path}/large.bin", "large.bin .*300.*257"),
         ([[300]], r"tokens\['x'\]\[0\] has the token id 300, but the model's vocabulary has 257 ids"),
-        ([1, 2], r"tokens\['x'\]\[0\] must be a list of token ids; a single document is \[ids\]"),
-        ([[1]], "has no document of two or more tokens"),
-        ([], "has no document of two or more tokens"),
+        ([1, 2], r"tokens\['x'\]\[0\] must be a list of token ids; pass a single document as \[ids\]"),
+        ([[1]], "has no document with at least two tokens"),
+        ([], "has no document with at least two tokens"),
     ):
         with pytest.raises(BadInput, match=told):
             jaxscale.evaluate(model, tokens={"x": given})
     first_two = open_documents("x", [[1], [2], [300]], 257, limit=2)()
     assert list(map(list, first_two)) == [[1], [2]]  # what lies beyond the limit is neither read nor checked
-    with pytest.raises(BadInput, match="tokens=.* must be a dict with names"):
+    with pytest.raises(BadInput, match="tokens=.* must be a dict of named evaluators"):
         jaxscale.evaluate(model, tokens=[[1, 2]])
 
 

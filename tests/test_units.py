@@ -28,7 +28,7 @@ def test_every_form_becomes_tokens(amount, tokens):
 )
 def test_what_is_no_amount_is_named_with_the_forms_there_are(amount):
     with pytest.raises(
-        ValueError, match="optim.warmup_tokens=.* is not an amount of training; give tokens as an integer"
+        ValueError, match="optim.warmup_tokens=.* is not an amount of training; write an integer"
     ) as error:
         units.resolve("optim.warmup_tokens", amount, **KNOWN)
     assert "'2000 steps', '1%' or '1 epoch'" in str(error.value) and "\n" not in str(error.value)
@@ -36,7 +36,7 @@ def test_what_is_no_amount_is_named_with_the_forms_there_are(amount):
 
 @pytest.mark.parametrize(
     ("amount", "needs"),
-    [("1 epoch", "a data set of known length"), ("1%", "train_tokens"), ("3 steps", "batch_tokens")],
+    [("1 epoch", "the length of the data set"), ("1%", "train_tokens"), ("3 steps", "batch_tokens")],
 )
 def test_a_unit_that_needs_something_unknown_says_what(amount, needs):
     with pytest.raises(ValueError, match=f"x={amount!r} needs {needs}"):
@@ -161,5 +161,5 @@ def test_a_record_tells_the_sizes_of_a_ramp():
 
 
 def test_a_size_that_no_batch_would_have_is_refused():
-    with pytest.raises(ValueError, match="no batch has size 16, which ends at 20, because previous batches reach 24"):
+    with pytest.raises(ValueError, match="no batch has size 16, because earlier batches reach 24"):
         units.BatchSizes.growing([(8, 17), (16, 20)], 32)

@@ -37,7 +37,7 @@ def bytes_of(name: str, text: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ConvertOptions:
-    """Options of an import (from_) or export (to); the flags of `jaxscale convert`."""
+    """Options of an import (from_) or an export (to). They are also the flags of `jaxscale convert`."""
 
     from_: str | None = flag(
         None,
@@ -71,7 +71,7 @@ class ConvertOptions:
 def convert(options: ConvertOptions, say: Say = silent, progress: MakeProgress = no_progress) -> dict[str, Any]:
     """Imports or exports a Hugging Face model, like `jaxscale convert`. Resumes an interrupted conversion.
 
-    progress: called with the name of each part, returns a function that reports its progress.
+    progress: function that receives the name of a part, and returns a function to report the progress of that part.
     """
     if (options.from_ is None) == (options.to is None):
         raise BadInput("convert needs either --from=FOLDER, to import a model, or --to=FOLDER, to export one")
@@ -80,7 +80,7 @@ def convert(options: ConvertOptions, say: Say = silent, progress: MakeProgress =
     if options.to is not None:
         return export_model(options.to, options, say, progress)
     if wrong := [name for name in EXPORT_ONLY if getattr(options, name) not in (None, False)]:
-        raise BadInput(f"--{wrong[0]} applies only to an export (--to); remove it")
+        raise BadInput(f"--{wrong[0]} applies only to exports (--to); remove it")
     assert options.from_ is not None, "checked above, with to"
     return import_model(options.from_, options, say, progress)
 
@@ -134,14 +134,14 @@ def run_config(found: SourceModel, folder: Any) -> RunConfig:
 
 
 def export_model(to: str, flags: ConvertOptions, say: Say, progress: MakeProgress) -> dict[str, Any]:
-    """Exports the weights of a step as a Hugging Face folder, or its adapters for PEFT. Returns a record."""
+    """Exports a step: its weights as a Hugging Face folder, or its adapters for PEFT. Returns a record."""
     adapter = flags.adapter
     if flags.base and not adapter:
-        raise BadInput("--base is the base model of an adapter; also give --adapter")
+        raise BadInput("--base applies only to adapters; also set --adapter, or remove --base")
     if flags.revision:
-        raise BadInput("--revision applies only to an import from the Hub (--from=OWNER/NAME)")
+        raise BadInput("--revision applies only to imports from the Hub (--from=OWNER/NAME); remove it")
     if adapter and flags.shard_bytes:
-        raise BadInput("--shard_bytes does not apply to adapters, which PEFT reads from one file")
+        raise BadInput("--shard_bytes does not apply to adapters, because PEFT reads a single file; remove it")
     dtype: Format = flags.dtype or ("float32" if adapter else "bfloat16")
     if dtype not in FORMATS:
         raise BadInput(f"--dtype={dtype} must be {units.or_list(FORMATS)}")

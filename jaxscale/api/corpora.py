@@ -34,10 +34,10 @@ def prepare(
 ) -> dict[str, Any]:
     """Makes the token shards of a recipe, like `jaxscale prepare`. Returns their manifest.
 
-    Resumes after an interruption. output: a folder, or gs://BUCKET/FOLDER, which also needs the local folder work_dir.
-    keep_work: whether to keep work_dir. strict: whether to raise BadInput if more than 1% of the text is skipped, a
-    file is broken, or the tokenizer loses more than 1% of the characters of samples. executor: runs the tasks; default:
-    all cores of this machine.
+    Resumes after an interruption. output: a folder, or gs://BUCKET/FOLDER, which also requires the local folder
+    work_dir. keep_work: whether to keep work_dir. strict: whether to raise BadInput for a broken file, or if more than
+    1% of the text is skipped or the tokenizer loses more than 1% of the sampled characters. executor: runs the tasks;
+    by default on all cores of this machine.
     """
     if is_remote(output) and work_dir is None:
         raise BadInput(f"output={output} is remote; give work_dir=FOLDER, a local folder with space for all shards")
@@ -63,7 +63,7 @@ def storage_errors(folder: pathlib.Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise Stop(
-                Exit.STORAGE, f"{folder} is full; free disk space, then run the same command to resume"
+                Exit.STORAGE, f"no space is left for {folder}; free disk space, then run the same command to resume"
             ) from None
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             path = error.filename or folder

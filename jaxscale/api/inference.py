@@ -37,7 +37,7 @@ DEFAULT_MESH = MeshConfig()
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A model with its weights. The tokenizer is None if the tokenizer of the training is unknown."""
+    """A model with its weights. The tokenizer is None if the run did not record its tokenizer."""
 
     cfg: AnyModelConfig
     seq_len: int  # tokens per row in training
@@ -68,17 +68,17 @@ def open_model(
     say: Say = print,
     named: str = "--workdir",
 ) -> LoadedModel:
-    """Returns the model of a work folder, or of WORKDIR/checkpoints/STEP, with bitwise equal weights.
+    """Loads the model of a work folder, or of WORKDIR/checkpoints/STEP, with bitwise equal weights.
 
-    step: default: the newest. what: the weights or their EMA. compute_dtype: default: that of the training. tokenizer:
-    a file or 'bytes', for a folder without a tokenizer. say: logs a line. named: name of the path in errors.
+    step: by default the newest. what: the weights or their EMA. compute_dtype: by default as in training. tokenizer: a
+    file or 'bytes', for a folder without a tokenizer. say: function that logs a line. named: name of `path` in errors.
 
-    Raises BadInput for a path without a checkpoint, a mesh that does not divide the model, or a tokenizer that cannot
-    be read, and Stop(CHECKPOINT_CORRUPT) for corrupted arrays.
+    Raises BadInput if `path` has no checkpoint, the tokenizer cannot be read, or the mesh does not fit the model, and
+    Stop(CHECKPOINT_CORRUPT) for corrupted arrays.
     """
     source = open_source(path, wanted=step, named=named, log=say)
     if step is not None and source.step != step:
-        raise BadInput(f"{named}={path} is step {source.step}, but step {step} is requested; remove one of them")
+        raise BadInput(f"{named}={path} is the checkpoint of step {source.step}, but step={step} is set; remove step")
     run = source.record["run"]
     chosen_mesh = make_mesh(mesh)
     cfg, config = read_model_config(source, compute_dtype), run["config"]
@@ -90,8 +90,8 @@ def open_model(
     saved = open_saved(workdir, config.get("data", {}), converted=bool(run.get("converted")), named=tokenizer)
     if saved is not None and not fits(saved.tokenizer, cfg.vocab_size):
         raise BadInput(
-            f"{saved.tokenizer.name} has {saved.tokenizer.vocab_size} ids, but the model of {source} has only "
-            f"{cfg.vocab_size}; give the model's tokenizer"
+            f"tokenizer {saved.tokenizer.name} has {saved.tokenizer.vocab_size} token ids, but the model of {source} "
+            f"has only {cfg.vocab_size}; use the model's tokenizer"
         )
     if saved is not None and (line := describe_unused(saved.tokenizer, cfg.vocab_size)):
         say(f"{saved.tokenizer.name} {line}")
@@ -121,7 +121,7 @@ def open_model(
 def kind_of(cfg: AnyModelConfig, run: Mapping[str, Any]) -> str:
     """Describes a model as 'llama', 'qwen3 (llama layout)' or 'llama with the settings of qwen3'.
 
-    Converted models have the second form. The third form is for settings that only files of that family support.
+    The second form is for converted models, the third for settings that only another Hugging Face family supports.
     """
     if converted := (run.get("converted") or {}).get("model_type"):
         return converted if converted == cfg.name else f"{converted} ({cfg.name} layout)"
@@ -140,13 +140,13 @@ def tokenizer_of(model: LoadedModel) -> SavedTokenizer:
     if model.run.get("converted"):
         fix = "convert it again from a folder with the tokenizer's files"
     raise BadInput(
-        f"{workdir} does not record the tokenizer of its token ids; give --tokenizer=FILE (a tokenizer.json, a "
-        f".model or 'bytes'), or {fix}; the Python API also accepts token ids"
+        f"{workdir} does not record the model's tokenizer; set --tokenizer=FILE (a tokenizer.json or .model), or "
+        f"--tokenizer=bytes, or {fix}; the Python API also accepts token ids"
     )
 
 
 def stop_ids_of(model: LoadedModel) -> tuple[int, ...]:
-    """Returns the ids that end a text, from the tokenizer or, without a tokenizer, from a converted model."""
+    """Returns the token ids that end a text. A converted model without a tokenizer uses its eos_token_id."""
     if model.saved_tokenizer is not None:
         return model.saved_tokenizer.stop_ids
     eos = ((model.run.get("converted") or {}).get("generation") or {}).get("eos_token_id")
@@ -182,17 +182,17 @@ def restore_params(source: Any, sharded: ShardedModel, what: str, named: str) ->
 
 
 def at_step(model: LoadedModel, step: int, named: str = "--workdir") -> LoadedModel:
-    """Returns the model with the parameters of a different step. Reuses compiled programs. Raises like open_model()."""
+    """Returns the model with another step's parameters. Reuses compiled programs. See open_model() for errors."""
     source = open_source(str(paths.as_path(model.path).parent), wanted=step, named=named)
     params = restore_params(source, model.sharded, model.what, named)
     return dataclasses.replace(model, params=params, step=source.step, path=str(source), run=source.record["run"])
 
 
 def make_generator(model: LoadedModel, *, batch: int, longest: int, say: Say = silent) -> Generator:
-    """Returns a generator for up to `batch` prompts and texts of at most `longest` tokens, compiled on first use.
+    """Returns a generator for up to `batch` prompts at a time, which is compiled on first use.
 
-    say: logs compilations and their time. Raises BadInput for a model that does not generate text, or if `longest` is
-    above the model's maximum.
+    longest: maximum number of tokens of a prompt and its continuation. say: function that logs compilations. Raises
+    BadInput if the model does not generate text, or `longest` exceeds its maximum.
     """
     num_ids = model.tokenizer.vocab_size if model.tokenizer is not None else None
     return Generator(Engine(model.sharded, batch=batch, longest=longest, num_ids=num_ids, say=say), model.params)

@@ -39,7 +39,7 @@ Record = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class EvalRequest:
-    """Evaluators and tasks of an evaluation. None means the default of the model or its run."""
+    """Evaluators, lm-eval tasks and options of an evaluation. None selects the default of the model or run."""
 
     evals: Evals  # without evaluators and tasks, the evaluators of the run's config are used
     tasks: tuple[str, ...] = ()  # tasks of lm-eval
@@ -69,7 +69,7 @@ def flag_name(name: str, settings: NamedEval) -> str:
 
 
 def make_measure(request: EvalRequest, model: LoadedModel, say: Say) -> Measure:
-    """Returns a function model -> metrics of the request. Raises BadInput for unsuitable data or models."""
+    """Returns a function that computes the requested metrics of a model. Raises BadInput for unsuitable data."""
     context = request.context or model.seq_len
     check_context(model, context)
     reading = EvalReading.of(tokenizer_of(model).tokenizer, context)
@@ -98,18 +98,18 @@ def make_measure(request: EvalRequest, model: LoadedModel, say: Say) -> Measure:
 
 
 def check_context(model: LoadedModel, context: int) -> None:
-    """Raises BadInput for a model that is not a decoder, or a context longer than its maximum."""
+    """Raises BadInput if the model is not a decoder, or the context is longer than model.max_seq_len."""
     if model.cfg.kind != "decoder":
-        raise BadInput(f"model.name={model.cfg.name!r} is not a decoder; use one, such as llama or gpt2")
+        raise BadInput(f"model.name={model.cfg.name!r} is not a decoder; use a decoder, such as llama or gpt2")
     limit = model.cfg.max_seq_len
     if limit is not None and context > limit:
-        raise BadInput(f"--context={context} is longer than model.max_seq_len={limit}")
+        raise BadInput(f"--context={context} is longer than model.max_seq_len={limit}; reduce --context")
 
 
 def lm_eval_measure(
     request: EvalRequest, model: LoadedModel, reading: EvalReading, scorer: Scorer, say: Say
 ) -> Measure:
-    """Returns a function model -> metrics of lm-eval's tasks. All steps share compiled programs."""
+    """Returns a function that computes lm-eval's metrics of a model. Models of all steps share compiled programs."""
     compiled = functools.cache(lambda rows, longest: make_generator(model, batch=rows, longest=longest))
 
     def measure(model: LoadedModel) -> dict[str, float]:
@@ -130,7 +130,7 @@ def lm_eval_measure(
 
 
 def record_of(model: LoadedModel, metrics: Mapping[str, float]) -> Record:
-    """Returns a record of evals.jsonl with step, weights, time and metrics. Metrics of an EMA are under evals_ema/."""
+    """Returns the record of these metrics for evals.jsonl. For an EMA, the names of metrics begin with evals_ema/."""
     group = f"{GROUP}_ema" if model.what == "ema" else GROUP
     named = {f"{group}{name.removeprefix(GROUP)}": value for name, value in metrics.items()}
     time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -138,7 +138,7 @@ def record_of(model: LoadedModel, metrics: Mapping[str, float]) -> Record:
 
 
 def as_line(record: Record) -> str:
-    """Returns the record as JSON. Values that are not finite or above 1e100 are null."""
+    """Returns the record as JSON. Numbers that are not finite, or have a magnitude above 1e100, become null."""
     return json.dumps(finite(record), allow_nan=False)
 
 
@@ -170,21 +170,21 @@ def evaluate(
     save: bool = False,
     **how: Any,
 ) -> dict[str, dict[str, float]]:
-    """Returns {evaluator: metrics} of a model, like `jaxscale evaluate`. The default evaluators are those of its run.
+    """Returns {evaluator: metrics} of a model, like `jaxscale evaluate`. By default, uses the evaluators of the run.
 
     text: {name: files} for perplexity and bits per byte. choice, cloze: {name: file}. tokens: {name: token files, or a
-    list of documents as ids} for perplexity without a tokenizer. lm_eval: tasks of lm-eval. save: whether to also save
-    metrics in the work folder, for the report.
+    list of documents as lists of token ids} for perplexity without a tokenizer. lm_eval: lm-eval tasks. save: whether
+    to save the metrics in the work folder, for the report.
 
-    how: damaged='skip' to count items that cannot be read or scored, or fields of EvalRequest: limit (items per file, 0
-    for all), stride, context and batch_tokens (in tokens), chat (format questions of lm_eval with the model's chat
-    template), num_fewshot, include_path.
+    how: fields of EvalRequest: limit (items per file; 0: all), stride, context and batch_tokens (in tokens), chat
+    (whether to use the model's chat template in lm_eval tasks), num_fewshot, include_path. Also damaged='skip', which
+    counts items that cannot be read or scored instead of raising an error.
     """
     if how.get("chat") and not lm_eval:
-        raise BadInput("chat=True applies only to tasks of lm_eval; also give lm_eval, or remove chat")
+        raise BadInput("chat=True applies only to lm_eval tasks; also give lm_eval, or remove chat")
     for name, given in dict(text=text, choice=choice, cloze=cloze, tokens=tokens).items():
         if given is not None and not isinstance(given, Mapping):
-            raise BadInput(f"{name}={given!r} must be a dict with names; use {name}={{'NAME': {given!r}}}")
+            raise BadInput(f"{name}={given!r} must be a dict of named evaluators; use {name}={{'NAME': {given!r}}}")
     limit, stride, damaged = how.get("limit") or 0, how.get("stride") or 0, how.pop("damaged", "stop")
     if damaged not in ("stop", "skip"):
         raise BadInput(f"damaged={damaged!r} must be 'stop' or 'skip'")
@@ -209,7 +209,7 @@ def evaluate(
 
 
 def measure_tokens(request: EvalRequest, model: LoadedModel, tokens: Mapping[str, Tokens]) -> dict[str, float]:
-    """Returns metrics of token ids. Raises BadInput for invalid ids or names that are in use."""
+    """Returns the metrics of token ids. Raises BadInput for invalid ids, and for invalid or duplicate names."""
     context = request.context or model.seq_len
     stride = request.stride or max(context // 2, 1)
     check_context(model, context)
@@ -219,7 +219,7 @@ def measure_tokens(request: EvalRequest, model: LoadedModel, tokens: Mapping[str
     for name, given in tokens.items():
         label = f"tokens[{name!r}]"
         if name in request.evals or not eval_config.NAME.fullmatch(name):
-            raise BadInput(f"{label}: use a name that is not in use, of letters, digits, _ . and -")
+            raise BadInput(f"{label}: the name must be unique and consist of letters, digits, _ . and -")
         documents = open_documents(label, given, model.cfg.vocab_size, request.limit or 0)
         metrics = token_metrics(label, documents(), scorer, model.params, context, stride)
         found |= {f"{GROUP}/{name}/{metric}": value for metric, value in metrics.items()}

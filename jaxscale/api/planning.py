@@ -27,9 +27,9 @@ def plan(
 ) -> RunPlan:
     """Returns the estimated cost of a run on a machine, like `jaxscale plan`. Does not compile.
 
-    topology: 'v5p:4x4x8', 'h100:32x8', ..., or 'here'. options: price, deadline, budget and other known values. say:
+    topology: 'v5p:4x4x8', 'h100:32x8', ..., or 'here'. options: price, deadline, budget and similar. say: function that
     logs a line for each dtype that was 'auto', and for each preflight result that cannot be read. workdir: work folder
-    of a run that resumes.
+    of the run, if the plan is for resuming it.
     """
     machine, measured = machine_of(topology)
     position, recorded = run_to_resume(workdir)
@@ -41,7 +41,7 @@ def plan(
 
 
 def run_to_resume(workdir: str | None) -> tuple[Position, Mapping[str, Any]]:
-    """Returns (position, config) of the run that resumes, or (BEGINNING, {}). Raises BadInput without a run."""
+    """Returns (position, config) of the run in workdir; (BEGINNING, {}) for None. Raises BadInput for a missing run."""
     if workdir is None:
         return BEGINNING, {}
     source = open_source(workdir, named="workdir")
@@ -49,9 +49,9 @@ def run_to_resume(workdir: str | None) -> tuple[Position, Mapping[str, Any]]:
 
 
 def machine_of(topology: str | None) -> tuple[Topology, list[Measured]]:
-    """Returns (machine of a topology, measurements on this machine for 'here', else on chips of its kind)."""
+    """Returns (machine, benchmark results of such chips) for a topology. 'here' is this machine, with its results."""
     if topology is None:
-        raise BadInput("--topology must be given, such as --topology=v5p:4x4x8, --topology=h100:8x8 or here")
+        raise BadInput("--topology must be given, such as --topology=v5p:4x4x8, --topology=h100:8x8 or --topology=here")
     if topology != THIS_MACHINE:
         machine = open_machine(topology)
         return machine, measured_on_chip(read_measured(), machine.devices[0].device_kind)
@@ -77,7 +77,7 @@ def preflight(
     """Compiles the training step without the target chips, and reports its memory, like `jaxscale preflight`.
 
     name: name of the config in the report. fresh: whether to ignore earlier results. save_executable: file for the
-    compiled step. workdir: work folder of a run that resumes, whose finished ramp stages need not fit.
+    compiled step. workdir: work folder of a run to resume; ramp stages that it has completed are not checked.
     """
     file = None if save_executable is None else pathlib.Path(save_executable)
     machine, (position, recorded) = open_topology(topology), run_to_resume(workdir)

@@ -42,8 +42,8 @@ class ReportPage:
 
 
 def report(*runs: str | Trained, price: float | None = None, height: int = FRAME_PIXELS) -> ReportPage:
-    """Returns the page about runs, like `jaxscale report`. price: dollars per chip hour. height: pixels, in
-    notebooks."""
+    """Returns a report on one or more runs, like `jaxscale report`. price: dollars per chip hour. height: height of the
+    report in a notebook, in pixels."""
     if not runs:
         raise BadInput("report needs a work folder, or several to compare")
     workdirs, hourly = [str(run) for run in runs], None if price is None else price_of("price", str(price))
@@ -56,7 +56,7 @@ def price_of(name: str, text: str) -> float:
 
 
 def read_all(workdirs: Sequence[str]) -> list[History]:
-    """Returns run histories. Raises BadInput for a folder without a run, Stop(STORAGE) for an unreachable bucket."""
+    """Returns run histories. Raises BadInput for a missing run, and Stop(STORAGE) for an unreachable bucket."""
     runs = []
     for workdir in workdirs:
         try:

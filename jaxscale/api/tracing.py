@@ -35,7 +35,7 @@ class TracedRun(NamedTuple):
     row_tokens: BatchSizes  # tokens per row of each batch in training
 
     def piece(self, step: int | None, batch: int, entry: DocumentPiece, text: str | None = None) -> "TracedPiece":
-        """Returns a piece of a batch. step: step that trains on the batch, or None."""
+        """Returns a part of a document in a batch. step: step that trains on the batch, or None."""
         done = step is not None and step < self.done
         return TracedPiece(step, batch, done, entry, self.row_tokens.size(batch), text)
 
@@ -43,8 +43,8 @@ class TracedRun(NamedTuple):
 def open_run_folder(workdir: str, overrides: dict[str, str]) -> TracedRun:
     """Returns the run in a work folder.
 
-    Raises BadInput if there is no run, Stop(CHECKPOINT_CORRUPT) without a valid checkpoint, and
-    Stop(DATA_MISMATCH) if data differ from the data of the run.
+    Raises BadInput if there is no run, Stop(CHECKPOINT_CORRUPT) if no checkpoint is valid, and Stop(DATA_MISMATCH) if
+    the data have changed since the run read them.
     """
     folder = paths.as_path(workdir)
     if not (folder / "config.json").exists():
@@ -72,10 +72,10 @@ def open_run_folder(workdir: str, overrides: dict[str, str]) -> TracedRun:
 def plan_batches(
     cfg: RunConfig, corpus: Corpus, budget: dict[str, Any], run: dict[str, Any] | None, step: int, found: Decisions
 ) -> Ledger:
-    """Returns the documents of all batches as training reads them.
+    """Returns the documents of every batch, in the order of training.
 
-    Skipped batches and mixture are those of the last checkpoint (`run` at `step`), with later changes by the newest
-    start and by rewinds. Raises Stop(DATA_MISMATCH) if the steps up to the checkpoint would have different batches.
+    Skipped batches and the mixture are those of the last checkpoint (`run`, at `step`), with later changes in
+    config.json and by rewinds. Raises Stop(DATA_MISMATCH) if the data, or the batches of completed steps, would differ.
     """
     total_steps, sizes = budget["total_steps"], recorded_sizes(budget, cfg.seq_len)
     recorded = run["data"] if run else None
@@ -138,9 +138,9 @@ def trace(
 ) -> BatchTrace:
     """Returns the documents of a training step, or the steps that train on a document, like `jaxscale trace`.
 
-    step, batch: counted from 0. document: ID, FILE:OFFSET or SHARD.bin:NUMBER. row: row of the batch; default: all
-    rows. characters: maximum characters of each text; 0 for no text. moved: {data setting: new path}. Raises BadInput,
-    and Stop for checkpoints or data that differ from those of the run.
+    step, batch: counted from 0. document: ID, FILE:OFFSET or SHARD.bin:NUMBER. row: index of a sequence in the batch;
+    default: all. characters: maximum number of characters of each text; 0: no text. moved: {data setting: new path}.
+    Raises BadInput for invalid arguments, and Stop for corrupt checkpoints or data that have changed since the run.
     """
     if sum(value is not None for value in (step, batch, document)) != 1:
         raise BadInput("give exactly one of step, batch and document (--doc)")
@@ -161,7 +161,7 @@ def trace(
 def step_and_batch(run: TracedRun, step: int | None, batch: int | None, row: int) -> tuple[int | None, int]:
     """Returns (step, batch) for a step or a batch. The step is None if the batch was skipped.
 
-    Raises BadInput for a step after the end of the run, or a row that the batch does not have.
+    Raises BadInput if the step is after the end of the run, or the batch does not have this row.
     """
     name, number = ("batch", batch) if step is None else ("step", step)
     assert number is not None, "one of step and batch is given"
@@ -173,12 +173,12 @@ def step_and_batch(run: TracedRun, step: int | None, batch: int | None, row: int
         )
     n = run.ledger.batch_of(number) if name == "step" else number
     if row >= (rows := run.ledger.batches.sizes.size(n)):
-        raise BadInput(f"row={row} is outside of the {rows} rows of batch {n}; use 0 to {rows - 1}")
+        raise BadInput(f"row={row} does not exist: there are {rows} rows in batch {n}; use 0 to {rows - 1}")
     return step_of(n, run.ledger.skipped), n
 
 
 def batch_pieces(run: TracedRun, step: int | None, n: int, row: int | None, characters: int) -> Iterator[TracedPiece]:
-    """Yields the pieces of a batch, or of one row. step: step that trains on the batch, or None."""
+    """Yields the parts of documents in a batch or in one of its rows. step: step that trains on the batch, or None."""
     tokens_BT = run.ledger.batches.text(n).tokens if characters else None
     for entry in run.ledger.batch(n):
         if row is None or entry.row == row:

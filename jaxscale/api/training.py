@@ -38,12 +38,12 @@ def train(
     allow_change: str | Sequence[str] = (),
     steal_lock: bool = False,
 ) -> Trained:
-    """Trains a run to its end in this process, like `jaxscale train`. Returns its folder, last step and metrics.
+    """Trains a run to completion in this process, like `jaxscale train`. Returns its folder, last step and metrics.
 
-    Resumes from the newest checkpoint. A complete run is not changed. An interrupt of a notebook cell saves a
-    checkpoint and raises Stop with exit code 10, after which the same call resumes. A notebook shows a progress bar.
+    Resumes from the newest checkpoint. A complete run is not changed. Interrupting a notebook cell saves a checkpoint
+    and raises Stop with exit code 10; the same call then resumes the run. Notebooks show a progress bar.
 
-    cfg: from load_config(). workdir: local or gs:// folder. stop_after: stop after this step, without changing the
+    cfg: from load_config(). workdir: local or gs:// folder. stop_after: step after which to stop, without changing the
     schedule. allow_change: settings that a resumed run may change. Raises BadInput or Stop where `jaxscale train` would
     exit with an error code.
     """
@@ -54,7 +54,7 @@ def train(
         steal_lock=steal_lock,
     )
     if not isinstance(cfg, RunConfig):
-        raise BadInput(f"cfg={cfg!r} is not a config; for a file, use train(load_config(FILE), WORKDIR)")
+        raise BadInput(f"cfg={cfg!r} is not a config; to train from a file, use train(load_config(FILE), WORKDIR)")
     train_in(str(workdir), cfg, options, {})
     rows = read_history(workdir).rows
     latest = {name: value for row in rows for name, value in row.items() if isinstance(value, int | float)}
@@ -67,19 +67,19 @@ def load_train_config(
 ) -> RunConfig:
     """Returns the config of a file for a run in this work folder.
 
-    branch: (run to branch from, tokens of the learning rate decay or None). `overrides` take precedence over settings
-    of the branch.
+    branch: (run to branch from, length of a learning rate decay or None). `overrides` take precedence over settings of
+    the branch.
     """
     recorded = functools.partial(recorded_settings, workdir)
     if branch is not None:
         if both := [name for name in ("init.from_path", "init.what") if name in overrides]:
-            raise BadInput(f"--branch_from={branch[0]} and {both[0]} both set the initial state; give one of them")
+            raise BadInput(f"--branch_from={branch[0]} and {both[0]} both set the initial state; set only one of them")
         overrides = {**branch_settings(*branch, recorded()), **overrides}
     return load_config(file, overrides, recorded)
 
 
 def train_in(workdir: str, cfg: RunConfig, options: RunOptions, flags: Mapping[str, str]) -> None:
-    """Trains in a work folder to completion. flags: values of cluster.FLAGS; by default processes are discovered."""
+    """Trains in a work folder to completion. flags: values of cluster.FLAGS, which override process discovery."""
     process_info = cluster.discover_process(flags)
     facts = {"--workdir": workdir} | options.facts | schema.flatten(schema.to_dict(cfg))
     with raise_on_sigterm(), files_as(options.mode), cluster.joined(process_info, facts, flags) as team:

@@ -75,14 +75,14 @@ class TextWriter:
         )
 
     def longest_for(self, prompts: Sequence[Sequence[int]], texts: Sequence[str]) -> int:
-        """Returns the number of tokens of the longest resulting text. Raises BadInput for a prompt that is too long."""
+        """Returns the maximum length of a prompt with its continuation. Raises BadInput if a prompt is too long."""
         limit = self.model.cfg.max_seq_len
         for text, prompt in zip(texts, prompts):
             if limit is not None and len(prompt) >= limit:
                 shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
                 raise BadInput(
-                    f"the prompt {shown} has {len(prompt)} tokens, but prompt and new tokens are limited to {limit} "
-                    "(model.max_seq_len); shorten it"
+                    f"the prompt {shown} has {len(prompt)} tokens, but at most {limit} (model.max_seq_len) are "
+                    "allowed, including new tokens; shorten the prompt"
                 )
         longest = max(map(len, prompts)) + self.options.num_tokens
         if limit is not None and longest > limit:
@@ -113,7 +113,7 @@ class TextPiece(NamedTuple):
 
 
 def open_chat_prompts(writer: TextWriter) -> tuple[Callable[[Sequence[Message]], list[int]], tuple[int, ...]]:
-    """Returns (function from messages to token ids up to the answer, ids that end an answer). Raises like
+    """Returns (function that encodes messages as a prompt, token ids that end an answer). Raises the errors of
     open_prompts()."""
     chat_prompts = open_prompts(tokenizer_of(writer.model), datetime.date.today().isoformat())
     before = [{"role": "system", "content": writer.options.system}] if writer.options.system else []
@@ -123,7 +123,7 @@ def open_chat_prompts(writer: TextWriter) -> tuple[Callable[[Sequence[Message]],
 def write_all(
     writer: TextWriter, texts: Sequence[str], *, num_samples: int = 1, chat: bool = False
 ) -> Iterator[TextPiece]:
-    """Yields the pieces of each text, in order of prompts. chat: prompts are user messages, and texts the answers."""
+    """Yields the text for each prompt in order, in pieces. chat: prompts are user messages, and texts are answers."""
     model, loaded = writer.model, tokenizer_of(writer.model)
     # An empty prompt is replaced by the end token, after which a new document begins.
     ids_of = lambda text: [*loaded.tokenizer.begin_ids, *loaded.tokenizer.encode(text).tolist()]
@@ -162,12 +162,12 @@ def sample(
     prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] = "",
     **how: Any,
 ) -> str | list[str] | list[int] | list[list[int]]:
-    """Returns the text that the model generates after a prompt, or after each of several, like `jaxscale sample`.
+    """Returns the text that the model generates after a prompt, like `jaxscale sample`. Several prompts return a list.
 
-    model: a work folder, WORKDIR/checkpoints/STEP, the result of train(), or the result of open_model(), which avoids
-    reading the model in every call. prompt: text, or token ids, for which the result is token ids and no tokenizer is
-    needed. how: fields of SampleOptions: num_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop (one or
-    several strings), seed, batch, chat (prompts are user messages in the model's chat template), system.
+    model: a work folder, WORKDIR/checkpoints/STEP, or the result of train() or open_model(), which loads a model once
+    for several calls. prompt: one or several texts or lists of token ids. Token ids need no tokenizer, and return token
+    ids. how: fields of SampleOptions: num_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed,
+    batch, chat (prompts are user messages in the model's chat template), system.
     """
     options = SampleOptions(**how)
     if options.system is not None and not options.chat:
@@ -185,7 +185,7 @@ def sample(
         return found[0] if is_single else found
     tokenizer_of(writer.model)
     if len(texts) != len(prompts):
-        raise BadInput("prompts must be all texts or all lists of token ids")
+        raise BadInput("prompts must be either all strings or all lists of token ids")
     written = [piece.done.text for piece in write_all(writer, texts, chat=options.chat) if piece.done]
     return written[0] if is_single else written
 
@@ -196,7 +196,7 @@ def generate_ids(writer: TextWriter, given: Sequence[object]) -> list[list[int]]
     for number, prompt in enumerate(given):
         ids = np.asarray(prompt)
         if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
-            raise BadInput(f"prompt[{number}]={prompt!r:.80} must be text, or a list of one or more token ids")
+            raise BadInput(f"prompt[{number}]={prompt!r:.80} must be text, or a non-empty list of token ids")
         prompts.append(ids.tolist())
     longest = writer.longest_for(prompts, list(map(str, prompts)))
     numbers, rows = prompt_numbers(prompts), min(writer.options.batch, len(prompts))

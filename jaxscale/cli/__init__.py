@@ -44,7 +44,7 @@ NO_DEVICES = ("plan", "convert", "preflight", "ckpt", "trace")  # verbs that imp
 
 
 def main(*words: str) -> None:
-    """Runs the verb of the command line and exits with its code. `words` precede the command-line arguments."""
+    """Runs the verb on the command line and exits with its code. `words` are inserted before the arguments."""
     argv = [*words, *sys.argv[1:]]
     process.open_standard_streams()
     is_verb = bool(argv) and argv[0] in VERBS

@@ -30,12 +30,12 @@ os.execvp(command[0], command)
 class Attempt:
     """A running command in a new process group, without stdin.
 
-    When the command ends, the other processes of its group are killed, so that no process of one attempt writes at the
-    same time as the next attempt.
+    When the command ends, the other processes of its group are killed. So no process of an attempt can still write when
+    the next attempt starts.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, output: int | None = None):
-        """Starts the command. Must be called from the main thread. Raises BadInput for a missing program."""
+        """Starts the command. Must be called in the main thread. Raises BadInput if the program does not exist."""
         if shutil.which(command[0], path=(env or os.environ).get("PATH")) is None:
             raise BadInput(f"{command[0]} is not an executable on PATH; put the program first after --")
         if sys.platform.startswith("linux"):
@@ -50,7 +50,7 @@ class Attempt:
         return self.process.returncode is None and os.waitid(os.P_PID, self.process.pid, options) is None
 
     def signal(self, number: int) -> None:
-        """Sends a signal only to the command. Popen.send_signal would reap it, and its group id could be reused."""
+        """Sends a signal to the command only. Popen.send_signal could reap it, and its group id could be reused."""
         if self.process.returncode is None:  # unreaped, so the pid cannot be reused
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
@@ -62,7 +62,7 @@ class Attempt:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def wait(self) -> int:
-        """Waits for the command and kills the rest of its group. Returns the exit code, or -N for signal N."""
+        """Waits until the command ends, and kills the rest of its group. Returns the exit code, or -N for signal N."""
         try:
             # Polls without reaping, so the group id cannot be reused. A blocking wait is not interrupted by a signal
             # that the kernel delivers to another thread, so the handler would run only after the command ends.

@@ -129,7 +129,7 @@ def measure(what: str, name: str, cfg: RunConfig, flags: BenchFlags) -> tuple[di
 
 
 def save_steps(arguments: Arguments) -> None:
-    """Implements `jaxscale bench step --save`: measures the config or spec, or S and T, and saves the results."""
+    """Implements `jaxscale bench step --save`: measures the config or spec (default: S, then T) and saves results."""
     flags = arguments.flags
     for spec in [flags.spec] if arguments.config or flags.spec else ("S", "T"):
         one = dataclasses.replace(arguments, flags=dataclasses.replace(flags, spec=spec))
@@ -190,7 +190,7 @@ def commands_of(flags: BenchFlags) -> list[str]:
 
 
 def jaxscale_step_command(argv: Sequence[str]) -> list[str]:
-    """Returns the command that times jaxscale's step with the same flags and prints one line of JSON."""
+    """Returns the command that times jaxscale's step with the same flags and prints a JSON line."""
     step_command, remaining = [sys.executable, "-m", "jaxscale.cli", "bench", "step", "--json"], list(argv)
     while remaining:
         word = remaining.pop(0)

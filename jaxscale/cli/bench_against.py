@@ -21,9 +21,9 @@ SHOWN_STDERR = 300  # maximum number of characters shown of a failed command's l
 def compare(ours: Sequence[str], commands: Sequence[str], *, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Runs every command once per round. Returns {"ours": records, "others": [{command, records}]}.
 
-    Commands alternate because a machine's speed drifts, so compare only numbers of the same round. A record is the last
-    line of output that is a JSON object with tok_s. `ours` is a list of arguments. `commands` are in shell syntax,
-    optionally with leading NAME=VALUE, but no shell runs them. Raises BadInput if a command fails or prints no record.
+    Commands alternate because the speed of a machine drifts; compare only numbers of the same round. A record is the
+    last output line that is a JSON object with tok_s. `ours` is a list of arguments. `commands` have shell syntax and
+    may begin with NAME=VALUE, but run without a shell. Raises BadInput if a command fails or prints no record.
     """
     theirs = [(split_command(command), shell_environment(), command) for command in commands]
     sides = [(list(ours), our_environment(), OURS), *theirs]
@@ -63,7 +63,7 @@ def shell_environment() -> dict[str, str]:
 
 
 def our_environment() -> dict[str, str]:
-    """Returns shell_environment() without a compilation cache, so that the first steps of all programs compile."""
+    """Returns shell_environment() without a compilation cache, so that the first step of each program compiles."""
     return {"JAX_ENABLE_COMPILATION_CACHE": "false"} | shell_environment()
 
 
@@ -83,7 +83,7 @@ def run_one(
     record = last_record(decode(done.stdout), keys)
     if record is None:
         required = " and ".join(f'"{key}"' for key in keys)
-        raise BadInput(f"the command must print a JSON line with a positive number {required}: {name}")
+        raise BadInput(f"the command must print a JSON line with a positive {required}: {name}")
     return record
 
 
@@ -101,7 +101,7 @@ def last_record(text: str, keys: Sequence[str]) -> dict[str, Any] | None:
 
 
 def ratios(compared: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the ratio of median tok_s (ours to theirs) for each other command, and its range over single rounds."""
+    """Returns, for each other command, the ratio of median tok_s (ours to theirs) and its range over single rounds."""
     ours, found = [record["tok_s"] for record in compared["ours"]], []
     for other in compared["others"]:
         theirs = [record["tok_s"] for record in other["records"]]
@@ -112,7 +112,7 @@ def ratios(compared: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def median_of(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """Returns the median over the records of a number, or None unless every record has it."""
+    """Returns the median of a number over the records, or None if a record lacks it."""
     values = [value for record in records if isinstance(value := record.get(key), (int, float))]
     return statistics.median(values) if values and len(values) == len(records) else None
 
@@ -154,7 +154,7 @@ def compare_lines(compared: dict[str, Any]) -> list[str]:
 
 
 def warnings_of(name: str, records: Sequence[Mapping[str, Any]], us: Mapping[str, Any]) -> list[str]:
-    """Returns warnings if a record measures different work, judged by its losses or number of parameters."""
+    """Returns warnings if a program's losses or number of parameters show that it does different work."""
     first, last = median_of(records, "loss0"), median_of(records, "lossN")
     problem = loss_problem(first, last, us["log_vocab"], us["logit_variance"])
     found = [f"{name}: {problem}"] if problem else []

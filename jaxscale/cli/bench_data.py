@@ -105,10 +105,10 @@ def make_stage_run(cfg: PrepareConfig, name: str, documents: Sequence[Document])
 def compare_program(
     command: str, words: Sequence[str], cfg: PrepareConfig, documents: Sequence[Document], folder: str, rounds: int
 ) -> dict[str, Any]:
-    """Returns {"command", "stages", "seconds", "ours"}: median CPU seconds of a program, and of jaxscale's same stages.
+    """Returns {"command", "stages", "seconds", "ours"}: median CPU seconds of a program, and of jaxscale.
 
-    The program receives a JSON Lines file with the text of each document as its last argument. It prints a JSON line
-    with the "seconds" of CPU time and the "stages" of the recipe that it ran. Raises BadInput for other output.
+    The last argument of the program is a JSON Lines file with the text of each document. The program prints a JSON line
+    with the CPU time ("seconds") and its "stages", which jaxscale also runs. Raises BadInput for other output.
     """
     file = pathlib.Path(folder) / "documents.jsonl"
     file.write_text("".join(json.dumps({"text": document.text}) + "\n" for document in documents), encoding="utf-8")
@@ -121,7 +121,7 @@ def compare_program(
                 f'{command}: "stages" is {json.dumps(named)}, but must be a non-empty list of {", ".join(STAGES)}'
             )
         if named != (stages or named):
-            raise BadInput(f"{command} must run the same stages in each round: {', '.join(stages)}; {', '.join(named)}")
+            raise BadInput(f"{command} must always run the same stages: {', '.join(stages)}, not {', '.join(named)}")
         stages, runs = named, runs or [make_stage_run(cfg, name, documents) for name in named]
         theirs.append(found["seconds"])
         ours.append(sum(rate(run, 1) for run in runs))
@@ -154,13 +154,13 @@ def rate(run: Callable[[], None], rounds: int) -> float:
 
 
 def interleaved_medians(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """Returns the median of each measure. Measures alternate in each round, so that other load affects all of them."""
+    """Returns the median of each measure. Each round runs all measures, so that other load affects all of them."""
     found = [{name: measure() for name, measure in measures.items()} for _ in range(rounds)]
     return {name: statistics.median(values[name] for values in found) for name in measures}
 
 
 def measure_reading(manifest: str, seq_len: int, batch_rows: int, rounds: int) -> dict[str, float]:
-    """Measures packed batches from shards on one core: tokens/s, and seconds to the first and to distant batches."""
+    """Measures the reading of packed batches on one core: tokens/s, and seconds to the first and to distant batches."""
     cfg = schema.from_dict(DataConfig, {"name": "tokens", "files": manifest, "cache_dir": f"{manifest}-cache"})
     open_corpus = lambda: open_data(cfg, seq_len=seq_len, vocab_size=1 << 20, seed=0, say=lambda line: None)
     corpus = open_corpus()  # caches the row plan and hashes

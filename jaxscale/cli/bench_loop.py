@@ -64,10 +64,10 @@ class LoopTimes(NamedTuple):
 def measure_loop(cfg: RunConfig, *, steps: int) -> dict[str, Any]:
     """Times steps / 2 bare steps, `steps` steps of train.loop, and steps / 2 bare steps. Returns the record of --json.
 
-    The loop feeds, logs and saves like training. It saves every 100 steps (or every `steps` if fewer), in the middle of
-    the segment, so that the background work of a save is included. Validation, evaluators and samples are off. One-time
-    costs (compilation, the import of Orbax and the first save) precede the segments and are reported separately. The
-    bare steps run on one batch that stays on the device, and are synchronized only after the last step.
+    The loop loads data, logs and saves as in training, without validation, evaluators and samples. It saves every 100
+    steps (or every `steps` if fewer), in the middle of the timed steps, so that these include the background work of a
+    save. One-time costs (compilation, the import of Orbax and the first save) are excluded. Bare steps reuse one batch
+    on the device, and are synchronized only after the last step.
     """
     every, half = min(SAVE_EVERY, steps), -(-steps // 2)
     with open_bench(cfg, save_every_steps=every) as bench:
@@ -137,7 +137,7 @@ def run_bare(run: loop.LoopSpec, state: TrainState, batch: Any, steps: int) -> t
 def run_loop(
     bench: Bench, run: loop.LoopSpec, name: str, state: TrainState, *, start: int, steps: int
 ) -> tuple[TrainState, LoopTimes]:
-    """Returns (state, times) of train.loop over steps [start, start + steps) in a new folder, without its last save."""
+    """Runs steps [start, start + steps) of train.loop in a new folder. Returns (state, times without the last save)."""
     cfg, folder = bench.cfg, bench.folder / name
     folder.mkdir()
     seconds: dict[str, float] = {}

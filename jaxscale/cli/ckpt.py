@@ -122,7 +122,7 @@ def copy(checkpoints: Checkpoints, flags: CkptFlags) -> None:
 
 
 def prune(checkpoints: Checkpoints, flags: CkptFlags) -> None:
-    """Prints which steps are retained, and why. With --delete, deletes the other steps."""
+    """Prints which steps are retained, and why. With --delete, deletes all other steps."""
     folder, delete = checkpoints.directory, flags.delete
     facts = list_steps(folder)
     run = read_optional(folder.parent / "config.json").get("config", {})
@@ -174,7 +174,7 @@ def average(checkpoints: Checkpoints, flags: CkptFlags) -> None:
 def merge(checkpoints: Checkpoints, flags: CkptFlags) -> None:
     """Writes the weights of a step with its adapters merged."""
     if len(steps := selected(checkpoints, flags, newest=True)) != 1:
-        raise BadInput("ckpt merge_lora merges one step; set --step=N")
+        raise BadInput("ckpt merge_lora accepts only one step; set --step=N")
     check_readable(checkpoints, steps)
     to, what = flags.to, flags.what
     done = merge_lora(checkpoints, steps[0], to, what, TransferProgress("merge_lora"))
@@ -184,17 +184,17 @@ def merge(checkpoints: Checkpoints, flags: CkptFlags) -> None:
 
 
 def newest_clean(facts: Sequence[StepFacts], count: int) -> list[int]:
-    """Returns the newest `count` steps with clean or unknown health. Raises BadInput if there are fewer."""
+    """Returns the newest `count` readable steps with clean or unknown health. Raises BadInput if there are fewer."""
     clean = [fact.step for fact in facts if fact.health in ("clean", None) and not fact.problem]
     if excluded := [fact.step for fact in facts if fact.step not in clean]:
-        print_stderr(f"excluded because not clean or not readable: {', '.join(map(str, excluded))}")
+        print_stderr(f"excluded because not healthy or not readable: {', '.join(map(str, excluded))}")
     if len(clean) < count:
-        raise BadInput(f"--last={count} exceeds the {len(clean)} clean steps; use at most {len(clean)}, or set --steps")
+        raise BadInput(f"--last={count} exceeds the {len(clean)} healthy steps; use at most {len(clean)}, or --steps")
     return clean[-count:]
 
 
 def check_readable(checkpoints: Checkpoints, steps: list[int]) -> None:
-    """Raises Stop (CHECKPOINT_CORRUPT) for a step with an invalid record. Logs changed files other than arrays."""
+    """Raises Stop(CHECKPOINT_CORRUPT) for a step with an invalid record. Logs changes of files other than arrays."""
     for step in steps:
         checkpoints.read_record(step)
         checkpoints.log_changed_files(step, print_stderr, small=True)
@@ -235,7 +235,7 @@ class TransferProgress:
         self.due = self.began + FIRST_REPORT
 
     def __call__(self, done: int, total: int | None = None, copied_before: int = 0) -> None:
-        """Records the number of bytes done. `copied_before` is the part of an earlier run, excluded from the speed."""
+        """Records the number of bytes done. The speed excludes the `copied_before` bytes of an earlier run."""
         now = self.clock()
         if now >= self.due:
             self.due = now + NEXT_REPORT

@@ -26,7 +26,7 @@ Completions = Mapping[str, tuple[list[str], str]]  # {verb: (words, kind of conf
 
 
 def read_verbs() -> Completions:
-    """Returns the completions of all verbs: subverbs, and flags, with '=' if the flag takes a value."""
+    """Returns the completions of all verbs: subverbs and flags. Flags that take a value end with '='."""
     return {verb: read_verb(cli.command_of(verb)) for verb in cli.VERBS}
 
 
@@ -46,14 +46,14 @@ def read_verb(main: Command) -> tuple[list[str], str]:
 
 
 def setting_flags(cls: type) -> list[str]:
-    """Returns '--config.NAME=' of each setting, and '--config.evals.' for user-named groups as in evals.NAME.files."""
+    """Returns '--config.NAME=' for each setting, and only '--config.evals.' for settings of user-defined groups."""
     names = (name for name, *_ in schema.describe(cls))
     whole = (f"{name.partition('.NAME')[0]}." if ".NAME" in name else f"{name}=" for name in names)
     return list(dict.fromkeys(f"--config.{name}" for name in whole))
 
 
 def script(shell: str, verbs: Completions) -> str:
-    """Returns the script. bash splits words at '=' and ':', so completions must begin after the last of these."""
+    """Returns the script. bash splits words at '=' and ':', so completions omit the part up to the last of these."""
     head = "#compdef jaxscale\n" if shell == "zsh" else ""
     head += f"# jaxscale {__version__}, for {shell}: made by `jaxscale completion {shell}`\n"
     files = [

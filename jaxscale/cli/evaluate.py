@@ -122,7 +122,7 @@ def evaluate_steps(
 
 
 def read_request(flags: EvaluateFlags) -> EvalRequest:
-    """Returns the request of the flags. Raises BadInput for conflicting flags and missing files."""
+    """Returns the evaluation that the flags request. Raises BadInput for conflicting flags and missing files."""
     if not flags.workdir:
         raise BadInput("--workdir must be given: the work folder of a run, or of a converted model")
     if flags.step is not None and flags.steps is not None:
@@ -172,7 +172,7 @@ def default_name(pattern: str, kind: str) -> str:
 
 
 def selected_steps(flags: EvaluateFlags, say: Callable[[str], None]) -> Sequence[int | None]:
-    """Returns the steps to evaluate (None: newest). 'all' skips damaged steps. Raises BadInput if one is missing."""
+    """Returns the steps to evaluate (None: newest). 'all' skips damaged steps. Raises BadInput for missing steps."""
     if flags.steps is None:
         return [flags.step]
     workdir = flags.workdir
@@ -213,7 +213,7 @@ def show_lines(record: Record) -> None:
 
 
 def show_table(records: Sequence[Record]) -> None:
-    """Prints a row for each step and a column for each metric, except losses, whose exponential is a metric."""
+    """Prints a row for each step and a column for each metric. Omits losses, since perplexities are shown."""
     rows = [(str(record["step"]), by_name(record)) for record in records]
     evaluators = [pair for _, found in rows for pair in found.items()]
     columns = dict.fromkeys(

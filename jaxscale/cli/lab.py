@@ -134,7 +134,7 @@ def main(arguments: Arguments) -> None:
 
 
 def base_of(arguments: Arguments) -> Base:
-    """Returns the config of the command line, reduced as requested except for overrides. Prints the changes."""
+    """Returns the config, reduced by --small and --layers except for overridden settings. Prints the changes."""
     flags, overrides = arguments.flags, arguments.overrides
     base = Base.load(flags.config, overrides)
     if not flags.small and flags.layers is None:

@@ -125,10 +125,10 @@ def propose(arguments: Arguments) -> Exit:
     requested = [name for name in ("budget", "flops", "model_size") if name in arguments.options]
     if len(requested) != 1:
         raise BadInput(
-            "set --config=FILE to plan a run, or one of --budget=DOLLARS, --flops=NUMBER, --model_size=7b to propose it"
+            "use --config=FILE to plan, or one of --budget=DOLLARS, --flops=NUMBER, --model_size=7b to propose a run"
         )
     if flags.workdir:
-        raise BadInput(f"--workdir={flags.workdir} also requires the --config=FILE of that run")
+        raise BadInput(f"--workdir={flags.workdir} requires the config of its run; also set --config=FILE")
     found = proposal_of(arguments, flags)
     if arguments.overrides:
         raise BadInput(
@@ -162,7 +162,7 @@ def run_of(found: Proposal) -> RunConfig:
 
 
 def fitted(found: Proposal, topology_name: str, options: PlanOptions) -> Proposal:
-    """Returns the proposal with the fewest microbatches that fit, tokens in budget, and the best save interval."""
+    """Returns the proposal with the fewest microbatches that fit, tokens for the budget, and the best save interval."""
     topology, measured = api.machine_of(topology_name)
     plan_of = lambda found: make_plan(run_of(found), topology, options, measured=measured)
     plan = plan_of(found)
@@ -189,9 +189,11 @@ def proposal_of(arguments: Arguments, flags: PlanFlags) -> Proposal:
     chip = topology.chip
     price = flags.price or (chip.price and chip.price.dollars_per_hour)
     if price is None:
-        raise BadInput(f"--budget: no list price is known for {chip.name}; set --price=DOLLARS per chip hour")
+        raise BadInput(
+            f"--budget needs a price, but {chip.name} has no list price; set --price=DOLLARS (per chip hour)"
+        )
     if topology.platform not in ("tpu", "gpu") and not flags.mfu:
-        raise BadInput("--budget requires a --topology of TPUs or GPUs, or --mfu")
+        raise BadInput("--budget requires either TPUs or GPUs in --topology, or --mfu; set one of them")
     if flags.mfu:
         check_peak(topology, flags.mfu)
     mfu = flags.mfu or expected_mfu(topology, measured)[0].low  # the lower bound, to stay within the budget

@@ -35,7 +35,7 @@ local_or_remote_file = lambda name, text: paths.as_path(text) if paths.is_remote
 
 
 def noise_of(name: str, text: str) -> float:
-    """Returns a noise level, given as a fraction of the loss ('0.005') or a percentage ('0.5%'). Raises BadInput."""
+    """Parses a noise level: a fraction of the loss ('0.005') or a percentage ('0.5%'). Raises BadInput for others."""
     with contextlib.suppress(ValueError):
         number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
         if 0 < number <= MAX_NOISE:
@@ -115,7 +115,7 @@ def main(arguments: Arguments) -> None:
 
 
 def make_forecast(ladder: Ladder, cfg: RunConfig, budget: Budget, how: dict[str, Any]) -> Forecast:
-    """Returns the forecast of a run's loss, and of its curve if possible. how: arguments of fit(), which may raise."""
+    """Returns the forecast of a run's final loss and, if possible, of its curve. how: arguments of fit()."""
     law = fit(ladder.points, **how)
     params, tokens = cfg.model.num_params, budget.total_steps * budget.batch_tokens
     end = law.predict(params, tokens, how["seed"])
@@ -132,9 +132,9 @@ def make_forecast(ladder: Ladder, cfg: RunConfig, budget: Budget, how: dict[str,
 
 
 def forecast_largest(ladder: Ladder, how: dict[str, Any]) -> tuple[str, float] | None:
-    """Returns (largest run, fraction of its curve inside the other runs' forecast band), or None for too few runs.
+    """Returns (largest run, fraction of its curve that a forecast from the other runs covers). None for too few runs.
 
-    This validates the whole forecast, since law, interval and shape are fitted without the largest run.
+    This validates the law, the interval and the curve shape, because all are fitted without the largest run.
     """
     *others, largest = ladder.rungs
     try:
@@ -186,7 +186,7 @@ def forecast_lines(forecast: Forecast) -> list[str]:
 
 
 def pull_line(forecast: Forecast) -> str:
-    """Returns a line that reports how the prior on the published exponents changes the forecast."""
+    """Returns a line that reports how much the prior on the published exponents changes the forecast."""
     law, end = forecast.law, forecast.end
     free = law.without_pull.loss(forecast.params, forecast.tokens)
     names = [name for name in ("alpha", "beta") if getattr(law.terms, name)]
@@ -215,7 +215,7 @@ def noise_line(forecast: Forecast) -> str:
 
 
 def far(times: float) -> str:
-    """Returns a warning if the extrapolation is larger than any that was tested, or ''."""
+    """Returns a warning if the run has more than FAR times the FLOPs of the ladder's largest run, or ''."""
     if times <= FAR:
         return ""
     return f", more than {FAR:g} times. The interval covers errors of the fit, but not of the form of the law"
@@ -264,9 +264,9 @@ def law_line(law: LossLaw) -> str:
 
 
 def save(forecast: Forecast, workdir: str, cfg: RunConfig, budget: Budget) -> None:
-    """Writes forecast.json. Raises BadInput if the forecast has no band, or for the folder of another run."""
+    """Writes forecast.json. Raises BadInput if the forecast has no band, or if the folder has a different run."""
     if forecast.band is None:
-        raise BadInput(f"--to={workdir}: no band can be written: {forecast.no_band_reason}")
+        raise BadInput(f"--to={workdir} requires a loss band, which is missing: {forecast.no_band_reason}")
     folder = paths.make_run_dir(workdir)
     if (folder / "config.json").exists():
         check_same_end(paths.read_json(folder / "config.json"), workdir, cfg, budget)
@@ -292,7 +292,7 @@ def save(forecast: Forecast, workdir: str, cfg: RunConfig, budget: Budget) -> No
 
 
 def check_same_end(recorded: Any, workdir: str, cfg: RunConfig, budget: Budget) -> None:
-    """Raises BadInput if the run in the folder differs from the forecast run."""
+    """Raises BadInput if the folder's run differs from the forecast run in its model or number of steps."""
     model, steps = recorded.get("config", {}).get("model"), recorded.get("budget", {}).get("total_steps")
     settings = schema.to_dict(cfg.model)
     differ = sorted(name for name, value in settings.items() if not model or model.get(name, value) != value)

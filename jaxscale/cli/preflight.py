@@ -104,7 +104,7 @@ def answer(cfg: RunConfig, topology: Topology, flags: PreflightFlags) -> Exit:
 
 
 def repair(topology: Topology, known: Tried, compile_one: Compile, seconds: int) -> Tried:
-    """Prints the two best changes that make a config fit. Returns all compiled candidates, including `known`."""
+    """Prints the two best changes that make a config fit. Returns the results of all candidates, `known` first."""
     put("\nsearching for changes that fit")
     tried = explore(search.repair_candidates(known[0][0].cfg, topology), known, compile_one, seconds, enough=2)
     found = search.fitting(search.ranked(tried))

@@ -127,9 +127,9 @@ def load_recipe(file: str, overrides: Mapping[str, str], input: str | None) -> P
 
 
 def load_rows(file: str, overrides: Mapping[str, str]) -> RowsConfig:
-    """Returns the row plan settings of a recipe and flags. Raises BadInput for flags that --index does not use."""
+    """Returns the rows.* settings of a recipe and flags. Raises BadInput for flags that do not apply to --index."""
     if others := [name for name in overrides if not name.startswith("rows.")]:
-        raise BadInput(f"--config.{others[0]}: --index uses only rows.*; remove this flag")
+        raise BadInput(f"--config.{others[0]} does not apply to --index, which uses only rows.*; remove it")
     values = schema.merge(config_values(file) if file else {}, overrides)
     return schema.from_dict(RowsConfig, values.get("rows", {}))
 

@@ -34,7 +34,7 @@ DEFAULTS = Floors()
 
 
 def probes_of(name: str, text: str) -> tuple[str, ...]:
-    """Returns the probes of a list such as 'products,links'. Raises BadInput for an unknown probe."""
+    """Parses a list of probes such as 'products,links'. Raises BadInput for an unknown probe."""
     names = tuple(text.split(","))
     if unknown := [one for one in names if one not in PROBES]:
         raise BadInput(f"--{name}={unknown[0]} is not a probe; use any of {', '.join(PROBES)}")

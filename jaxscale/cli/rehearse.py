@@ -101,7 +101,7 @@ def try_storage(rehearsal: Rehearsal, report: RehearsalReport) -> int | None:
         raise Stop(Exit.NO_GO, f"cannot write, read and delete a file in {rehearsal.folder}: {cause}") from None
     if back != content:
         raise Stop(
-            Exit.NO_GO, f"{rehearsal.folder}: {PROBE_BYTES} bytes differ when read back; do not use this storage"
+            Exit.NO_GO, f"{rehearsal.folder}: a file of {PROBE_BYTES} bytes was read incorrectly; use other storage"
         )
     speed = f"write {units.size(PROBE_BYTES / wrote)}/s, read {units.size(PROBE_BYTES / max(read, 1e-9))}/s"
     free = None if paths.is_remote(folder) else shutil.disk_usage(folder).free
@@ -150,7 +150,7 @@ def run_straight(rehearsal: Rehearsal, report: RehearsalReport) -> None:
 
 
 def check_space(rehearsal: Rehearsal, report: RehearsalReport, free: int | None) -> None:
-    """Reports whether the retained checkpoints fit, as training does. free: initially free bytes; None for a bucket."""
+    """Reports whether there is space for the retained checkpoints. free: free bytes at first; None for a bucket."""
     report.phase = "space"
     checkpoints = checkpoints_of(rehearsal.folder / "straight")
     leaves = checkpoints.read_record(rehearsal.steps)["leaves"].values()
@@ -176,7 +176,7 @@ def check_space(rehearsal: Rehearsal, report: RehearsalReport, free: int | None)
 
 
 def run_killed(rehearsal: Rehearsal, report: RehearsalReport) -> dict[int, dict]:
-    """Kills the same run while it saves, and restarts it. Returns the metrics logged before the kill."""
+    """Starts a second run, kills it while it saves, and resumes it. Returns the metrics logged before the kill."""
     report.begin("kill", f"the same run, killed with SIGKILL after step {KILL_AFTER} while it saves")
     newest, seen = rehearsal.kill(f"step:{KILL_AFTER}")
     metrics = read_metrics(rehearsal.folder / "killed")
@@ -190,7 +190,7 @@ def run_killed(rehearsal: Rehearsal, report: RehearsalReport) -> dict[int, dict]
 
 
 def compare_runs(rehearsal: Rehearsal, report: RehearsalReport, early: dict[int, dict]) -> None:
-    """Compares both runs on the CPU. Until now, this process has not used any device that training needs."""
+    """Compares both runs on the CPU, so that this process never uses a device that training needs."""
     report.begin("compare", "comparing both runs bitwise")
     began = time.monotonic()
     jax.config.update("jax_platforms", "cpu")
@@ -276,7 +276,7 @@ def plan_rehearsal(arguments: Arguments) -> Rehearsal:
     cfg = config_file.load_config(arguments.config, overrides, lambda: recorded_settings(workdir))
     if cfg.init.what == "run":
         raise BadInput(
-            f"init.what='run': a rehearsal trains the first {arguments.flags.steps} steps, but a branch starts later; "
+            f"init.what='run' starts at a later step, but a rehearsal trains the first {arguments.flags.steps} steps; "
             "rehearse with --config.init.what=state, which starts at step 0 with the same arrays"
         )
     place = cluster.discover_process(options)

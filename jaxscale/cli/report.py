@@ -61,7 +61,7 @@ def main(arguments: Arguments) -> None:
         raise BadInput(f"--workdir={repeated[0]} is set twice; remove one")
     if flags.serve is not None:
         if flags.output or flags.card:
-            raise BadInput("--serve writes no file; remove --output and --card, or --serve")
+            raise BadInput("--serve writes no file; remove either --serve, or --output and --card")
         return serve(flags.workdir, flags.price, flags.serve)
     output = flags.output or ("card.md" if flags.card else "report.html")
     if not paths.is_remote(output) and not paths.as_path(output).parent.is_dir():

@@ -121,7 +121,7 @@ def main(arguments: Arguments) -> None:
 
 
 def show_text(pieces: Iterator[TextPiece], *, alone: bool) -> None:
-    """Prints each prompt and its text. If there are several texts, each has a heading."""
+    """Prints each prompt followed by its text. If there are several texts, each has a heading."""
     count, begun = 0, False
     shown = printable if sys.stdout.isatty() else str  # a model's bytes may contain terminal escape sequences
     for piece in pieces:
@@ -193,7 +193,7 @@ def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
 
 
 def converse(writer: TextWriter, context: int | None, *, prompts: Sequence[str], serve: int | None) -> None:
-    """Runs an interactive session or chat until its input ends. `context` is the maximum text length, in tokens."""
+    """Runs an interactive session or chat until its input ends. context: maximum number of tokens of a text."""
     context = context or writer.model.cfg.max_seq_len or writer.model.seq_len
     if context > writer.model.seq_len:
         writer.say(f"texts have up to {context} tokens, but the model was trained with seq_len={writer.model.seq_len}")
@@ -236,7 +236,7 @@ def continue_lines(writer: TextWriter, generator: Generator) -> None:
 def generate_pieces(
     writer: TextWriter, generator: Generator, ids: Sequence[int], stop_ids: Sequence[int], written: list[GeneratedText]
 ) -> Iterator[str]:
-    """Yields the generated text after `ids`, in pieces. Raises BadInput if `ids` have the maximum length."""
+    """Yields the text generated after `ids`, in pieces. Raises BadInput if `ids` already have the maximum length."""
     generator.timing = None
     if len(ids) >= generator.engine.longest:
         raise BadInput(
@@ -249,7 +249,7 @@ def generate_pieces(
 
 
 def show(pieces: Iterator[str], prompt: str = "") -> None:
-    """Streams a prompt, a text and a final newline. The prompt is printed together with the first piece."""
+    """Prints a text as it is generated, then a newline. The prompt is printed together with the first piece."""
     shown = printable if sys.stdout.isatty() else str
     try:
         put_raw(shown(prompt + next(pieces, "")))  # not wrapped or cleaned, since another program may read it
@@ -260,7 +260,7 @@ def show(pieces: Iterator[str], prompt: str = "") -> None:
 
 
 def show_in_session(writer: TextWriter, pieces: Iterator[str], prompt: str = "") -> None:
-    """Streams a text in a session. Errors are printed, and Ctrl-C ends only this text."""
+    """Prints a text as it is generated in a session. Prints errors. Ctrl-C ends only this text."""
     try:
         show(pieces, prompt)
     except BadInput as error:

@@ -28,16 +28,16 @@ SMALL_HEADS = 8  # key-value heads; divisible by a tensor axis of 8
 
 
 def is_large(cfg: RunConfig, copies: int) -> bool:
-    """Returns True if a laptop is too small: `copies` of the state fill half its memory, or a step takes a minute."""
+    """Returns True if the parameters, the batch or `copies` of the state are too large for a laptop."""
     params = cfg.model.num_params
     state = STATE_BYTES * params * copies
     return params > LARGE_PARAMS or cfg.tokens_per_step > LARGE_BATCH_TOKENS or 2 * state > host_memory_bytes()
 
 
 def shrink(cfg: RunConfig, *, layers: int | None = None, small: bool = False, keep: Collection[str] = ()) -> RunConfig:
-    """Returns cfg with at most `layers` layers and, if `small`, with a narrow model and few, short sequences.
+    """Returns cfg with at most `layers` layers. If `small`, also reduces width, batch and sequence length.
 
-    The default of `layers` is two if `small`. `keep` has settings that are not reduced directly, but may be recomputed.
+    layers: default: 2 if `small`, else no limit. keep: settings to leave unchanged, unless they depend on reduced ones.
     """
     layers = SMALL_LAYERS if layers is None and small else layers
     num_layers = min(layers or cfg.model.num_layers, cfg.model.num_layers)
@@ -58,7 +58,7 @@ def shrink(cfg: RunConfig, *, layers: int | None = None, small: bool = False, ke
 
 
 def small_model(cfg: AnyModelConfig, keep: Collection[str]) -> AnyModelConfig:
-    """Returns the model with embed_dim up to SMALL_EMBED and up to SMALL_HEADS key-value heads, except for `keep`."""
+    """Returns the model with a limit on embed_dim and on key-value heads. Settings in `keep` are unchanged."""
 
     def at_most(name: str, most: int) -> int:
         return getattr(cfg, name) if f"model.{name}" in keep else min(getattr(cfg, name), most)
@@ -84,9 +84,9 @@ def small_model(cfg: AnyModelConfig, keep: Collection[str]) -> AnyModelConfig:
 
 
 def with_scaled_training(old: RunConfig, new: RunConfig, keep: Collection[str]) -> RunConfig:
-    """Returns `new`, a smaller model than `old`, with the same tokens per parameter and warmup, and scaled rates.
+    """Returns `new`, a smaller model than `old`, with the tokens per parameter and the warmup fraction of `old`.
 
-    `old` is the config without overrides. Learning rates are scaled to the width. Settings in `keep` do not change.
+    Learning rates are scaled to the new width. Settings in `keep` do not change. `old` is the config without overrides.
     """
     tokens, optim, changed = old.train_tokens, new.optim, {}
     if isinstance(tokens, int) and "train_tokens" not in keep:

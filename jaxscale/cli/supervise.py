@@ -42,7 +42,7 @@ FORWARDED_SIGNALS = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGIN
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SuperviseFlags:
-    """Flags of `jaxscale supervise`, including the limits of restarts and the pauses before them."""
+    """Flags of `jaxscale supervise`, such as the limit of restarts and the pauses between them."""
 
     no_config = "it is a flag of the training command, after --: jaxscale supervise -- --config=FILE"
 
@@ -67,7 +67,7 @@ class SuperviseFlags:
     max_backoff_seconds: int = flag(300, "longest pause", least=0)
 
     def pause(self, quick_ends: int, draw: float) -> float:
-        """Returns the pause after `quick_ends` consecutive quick ends, in seconds. `draw` is random, from [0, 1)."""
+        """Returns the seconds to pause after `quick_ends` consecutive short attempts. draw: random number in [0, 1)."""
         doubled = self.backoff_seconds * 2.0 ** min(max(quick_ends - 1, 0), 30)
         return min(doubled, self.max_backoff_seconds) * (1 - draw / 2)
 
@@ -88,12 +88,12 @@ class RunProgress(NamedTuple):
         return max(self.saved, default=0)
 
     def advanced(self, before: "RunProgress") -> bool:
-        """Returns True if there is a checkpoint that `before` lacks, or if a start resumed from a later step."""
+        """Returns True if there is a checkpoint that `before` lacks, or a start has resumed from a later step."""
         return bool(set(self.saved.items()) - set(before.saved.items())) or self.begun > before.begun
 
 
 def read_progress(workdir: Any, begun: int = 0) -> RunProgress:
-    """Returns the run's progress, with `read_error` if reading fails. `begun` is the highest step of earlier starts."""
+    """Returns the run's progress, with `read_error` if reading fails. begun: highest step that was resumed before."""
     folder = paths.as_path(workdir)
     try:
         checkpoints = folder / "checkpoints"
@@ -114,7 +114,7 @@ def read_progress(workdir: Any, begun: int = 0) -> RunProgress:
 
 
 def written_at(folder: Any) -> float:
-    """Returns the modification time of a step's record, or 0.0 if it is missing, as in a damaged step."""
+    """Returns the modification time of a checkpoint record, or 0.0 if it is missing, as in a damaged checkpoint."""
     try:
         return (folder / "run" / "metadata").stat().st_mtime
     except OSError:
@@ -141,7 +141,7 @@ class Ended(NamedTuple):
 
     @property
     def steps_lost(self) -> int:
-        """Steps logged by this attempt after the last checkpoint, a lower bound of the steps to repeat."""
+        """Number of steps logged by this attempt after the last checkpoint. At least these steps must be repeated."""
         if self.code == 0 or self.after.last_record == self.before.last_record:  # nothing was logged
             return 0
         return max(0, self.after.logged - self.after.newest)
@@ -176,7 +176,7 @@ def trailing(ends: Sequence[Ended], holds: Callable[[Ended], bool]) -> int:
 
 
 class Supervisor:
-    """Runs the command until it must not be restarted. `supervise()` may be called once, in the main thread."""
+    """Restarts a command until it completes or a restart cannot help. Call supervise() once, in the main thread."""
 
     def __init__(self, command: Sequence[str], workdir: Any, policy: SuperviseFlags, ledger: str):
         self.command, self.workdir, self.policy, self.ledger = list(command), workdir, policy, paths.as_path(ledger)
@@ -259,7 +259,7 @@ class Supervisor:
         return found
 
     def note(self, event: str, **facts: Any) -> None:
-        """Appends a line to the log, durably if its folder exists. Prints only the first write error."""
+        """Appends a line to the log, or buffers it until the folder exists. Prints only the first write error."""
         began, now = time.monotonic(), datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         self.unwritten.append(json.dumps({"time": now, "event": event, **facts}, allow_nan=False) + "\n")
         try:
@@ -275,7 +275,7 @@ class Supervisor:
         self.keeping += time.monotonic() - began
 
     def leave(self, code: int, reason: str, event: str = "leave") -> int:
-        """Writes the last line of the log. Returns the exit code, 128 + N for signal N."""
+        """Writes the last line of the log. Returns the exit code, or 128 + N for signal N."""
         starts, wall = len(self.ends), time.monotonic() - self.began
         total = lambda name: sum(getattr(end, name) for end in self.ends)
         up, won, lost = total("seconds"), total("steps_won"), total("steps_lost")
@@ -298,7 +298,7 @@ class Supervisor:
         self.forward_unsent()
 
     def forward_unsent(self) -> None:
-        """Forwards each signal once, since a second one would prevent the command from saving."""
+        """Forwards each signal only once, because a second signal would prevent the command from saving."""
         while self.attempt is not None and self.unsent:
             self.attempt.signal(FORWARDED_SIGNALS[signal.Signals(self.unsent.popleft())])
 
@@ -320,7 +320,7 @@ def main(arguments: Arguments) -> int:
 
 
 def flags_of(command: Sequence[str]) -> dict[str, str]:
-    """Returns {name: value} of a command's flags, --name=value or --name value. The last occurrence is used."""
+    """Returns {name: value} of the flags (--name=value or --name value) of a command. Uses the last occurrence."""
     found = {}
     for word, following in zip(command, [*command[1:], ""]):
         name, equals, value = word.removeprefix("--").partition("=")
@@ -340,7 +340,7 @@ def workdir_of(command: Sequence[str]) -> str:
 
 
 def process_info_of(command: Sequence[str]) -> ProcessInfo | None:
-    """Returns the process info of the command, or None for a single process or for flags that the command rejects."""
+    """Returns the process info of the command. None for a single process, or if the command rejects its flags."""
     flags = flags_of(command)
     try:
         return discover_process({name: flags[name] for name in FLAGS if name in flags})

@@ -51,7 +51,7 @@ def main(arguments: Arguments) -> int:
     if not flags.workdir:
         raise BadInput("--workdir must be given: the work folder of the run")
     if moved := [name for name in arguments.overrides if not name.startswith("data.")]:
-        raise BadInput(f"--config.{moved[0]}: only data.* can be set, for data that was moved; remove this flag")
+        raise BadInput(f"--config.{moved[0]} cannot be set; remove it, or set only data.* for moved data")
     if fixed := [name for name in arguments.overrides if name.startswith(FIXED_SETTINGS)]:
         raise BadInput(f"--config.{fixed[0]} determines the batches and is read from the work folder; remove this flag")
     where = dict(step=flags.step, batch=flags.batch, document=flags.doc, row=flags.row)
@@ -92,7 +92,7 @@ def remarks(found: BatchTrace, n: int) -> int:
 
 
 def piece_line(piece: TracedPiece, seq_len: int, *, with_step: bool) -> str:
-    """Returns the printed line of a piece. `seq_len` is the length of a packed row, in tokens."""
+    """Returns a part of a document as a line of text. seq_len: number of tokens in a packed sequence."""
     notes = "" if piece.done else ", in the future"
     notes += f", in rows of {piece.row_tokens}" if piece.row_tokens < seq_len else ""
     head = f"step {piece.step} (batch {piece.batch}{notes}) " if with_step else ""

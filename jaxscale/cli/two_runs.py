@@ -40,7 +40,7 @@ STEP_LINE = re.compile(r"^step (\d+)/\d+  loss", re.MULTILINE)
 
 
 def comparable(cfg: RunConfig, keep_last: int) -> RunConfig:
-    """Returns cfg with a save every SAVE_EVERY steps, no postponed saves, every step logged, and no ramps."""
+    """Returns cfg with a checkpoint every SAVE_EVERY steps, every step logged, no postponed saves and no ramps."""
     saves = dict(save_every_steps=SAVE_EVERY, keep_last=keep_last, keep_every_steps=0, wait_seconds=3600)
     checkpoint = dataclasses.replace(cfg.checkpoint, **saves)
     monitor = dataclasses.replace(cfg.monitor, log_every_steps=1, tensorboard=False, progress="lines")
@@ -90,7 +90,7 @@ class TwoRuns:
         return checkpoints_of(self.folder / "killed").latest_step() or 0
 
     def run(self, run: str, kill_at: str = "") -> Watched:
-        """Starts or resumes a run and waits for its end. Raises Stop if it ends or resumes in an unexpected way."""
+        """Starts or resumes a run and waits until it ends. Raises Stop if its exit code or first step is unexpected."""
         begin, log = self.newest() if run == "killed" else 0, self.log(run)
         code, seconds, first = self.watch(self.start(run, kill_at), run)
         expected = code == (-signal.SIGKILL if kill_at else 0)
@@ -103,7 +103,7 @@ class TwoRuns:
         return Watched(begin, code, seconds, first)
 
     def watch(self, attempt: Attempt, run: str) -> tuple[int, float, float | None]:
-        """Reports each step and checkpoint until the end. Returns (code, seconds, seconds until the first step)."""
+        """Reports steps and checkpoints until the command ends. Returns (code, seconds, seconds to the first step)."""
         checkpoints, log, began = checkpoints_of(self.folder / run), self.log(run), time.monotonic()
         saved, already = set(checkpoints.all_steps()), len(log.read_text("utf-8", "replace"))
         pause = REMOTE_POLL_SECONDS if paths.is_remote(checkpoints.directory) else POLL_SECONDS
@@ -128,18 +128,18 @@ class TwoRuns:
         return code, time.monotonic() - began, min(done.values(), default=None)
 
     def kill(self, point: str) -> tuple[int, Watched]:
-        """Starts or resumes the run and kills it at a point of system/faults.py. Returns (newest checkpoint, result).
+        """Runs the second run until it is killed at a point of system/faults.py. Returns (newest checkpoint, result).
 
-        Raises Stop as `run` does, and if there is no checkpoint.
+        Raises the errors of run(), and Stop if there is no checkpoint.
         """
         seen = self.run("killed", point)
         if not (newest := self.newest()):
-            raise Stop(Exit.ERROR, f"{meaning(seen.code)} at {point}, without a checkpoint to resume from")
+            raise Stop(Exit.ERROR, f"the run has no checkpoint to resume from: {meaning(seen.code)} at {point}")
         return newest, seen
 
 
 def last_line(log: pathlib.Path) -> str:
-    """Returns the last line of a log, skipping JAX's note after a traceback."""
+    """Returns the last line of a log, except for JAX's note after a traceback."""
     lines = [line for line in log.read_text("utf-8", "replace").splitlines() if not SKIPPED_LINE.match(line)]
     return lines[-1] if lines else f"no output in {log}"
 
@@ -179,7 +179,7 @@ def read_metrics(workdir: Any, *, timing: bool = False) -> dict[int, dict[str, A
 
 
 def compare(one: Any, other: Any, steps: int, seen: list[dict[int, dict]] | None = None) -> RunComparison:
-    """Compares checkpoints of step `steps` and metrics of two work folders. seen: metrics before kills of `other`."""
+    """Compares the checkpoints of step `steps` and the metrics. seen: metrics that `other` logged before each kill."""
     checkpoints, other_checkpoints = checkpoints_of(one), checkpoints_of(other)
     run, other_run = checkpoints.read_run(steps), other_checkpoints.read_run(steps)
     rows, differences = [], []
@@ -224,7 +224,7 @@ def compare_state(one: Checkpoints, other: Checkpoints, step: int) -> Iterator[t
 
 
 def batches(names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yields the names in groups of at most READ_BYTES. A larger leaf is a group by itself."""
+    """Yields the names in groups of at most READ_BYTES. A leaf that is larger is a group by itself."""
     part, filled = [], 0
     for name in names:
         if part and filled + sizes[name] > READ_BYTES:
@@ -237,7 +237,7 @@ def batches(names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[str
 
 
 def num_bytes(described: Sequence[Any]) -> int:
-    """Returns the size in bytes of a leaf that a checkpoint's record describes as (shape, dtype)."""
+    """Returns the size of a leaf in bytes. described: its (shape, dtype) in the record of a checkpoint."""
     return math.prod(described[0]) * jnp.dtype(described[1]).itemsize
 
 

@@ -36,7 +36,7 @@ KILLS = {f"step:{KILL_AFTER}": "", "save/start:2": ", while starting to write th
 
 
 def resume_settings(cfg: RunConfig, steps: int, devices: int) -> RunConfig:
-    """Returns the config of both runs: `steps` steps, a checkpoint every 3, every step logged, no evals or samples."""
+    """Returns the config of both runs: `steps` logged steps, a checkpoint every 3 steps, no evaluations or samples."""
     mesh = cfg.mesh
     try:
         shape = mesh_shape(mesh, devices)
@@ -61,8 +61,8 @@ def verify_resume(
 ) -> RunComparison:
     """Trains and compares both runs of a config from `resume_settings`. Deletes their folder if they are equal.
 
-    The second run is killed with SIGKILL after steps that no checkpoint has, restarted, killed while it writes a
-    checkpoint, and restarted again. Raises Stop if a run fails.
+    The second run is killed with SIGKILL some steps after a checkpoint, resumed, killed while it writes a checkpoint,
+    and resumed again. Raises Stop if a run fails.
     """
     folder = new_folder(workdir)
     runs = TwoRuns(

@@ -66,7 +66,7 @@ class ParallelLayout(NamedTuple):
 
 
 def all_layouts(tensor: int, *, experts: bool = False) -> list[ParallelLayout]:
-    """Returns meshes of each axis, each pair, and four axes. tensor: maximum length. experts: include expert axes."""
+    """Returns layouts with one, two and four mesh axes. tensor: largest tensor axis. experts: include expert axes."""
     shared = [{"context": 8}, {"context": 4, "tensor": 2}, {"fsdp": 2, "context": 2, "tensor": 2}]
     shared_parts = {"ulysses": 1, "gather": 2, "ring": 2}
     cube = {"pipeline": 2, "context": 2, "tensor": 2}
@@ -135,7 +135,7 @@ class Row(NamedTuple):
 
     @property
     def agrees(self) -> bool:
-        """True if within the tolerance, with one compilation and no warning. NaN never agrees."""
+        """True if unsupported, or if within the tolerance, with one compilation and no warning. NaN never agrees."""
         close = self.loss <= TOLERANCE and self.gradient <= TOLERANCE
         return bool(self.unsupported) or close and self.compilations == 1 and not self.warnings
 
@@ -199,7 +199,7 @@ def settings(cfg: RunConfig) -> RunConfig:
 
 
 def layouts(cfg: RunConfig) -> list[ParallelLayout]:
-    """Returns the layouts of all_layouts() that this model supports, and the layout of the config's mesh."""
+    """Returns the layouts of all_layouts() that the model supports, and a layout with the config's mesh."""
     configured = []
     with contextlib.suppress(ValueError):  # the config's mesh may not fit 8 devices
         shape = mesh_shape(cfg.mesh, NUM_DEVICES)
@@ -212,7 +212,7 @@ def layouts(cfg: RunConfig) -> list[ParallelLayout]:
 
 
 def verify(cfg: RunConfig, tested: Sequence[ParallelLayout], say: Callable[[str], None] = lambda text: None) -> Parity:
-    """Compares every layout with the first one on the same batches, and prints a row for each."""
+    """Compares every layout with the first one on the same batches. Prints a row for each layout."""
     batches = read_batches(cfg)
     say(f"relative differences to {tested[0]}\n{COLUMNS}")
     reference, rows = run(program(cfg, tested[0]), batches), []
@@ -282,7 +282,7 @@ def compare(reference: LayoutRun, other: LayoutRun, layout: ParallelLayout) -> R
 
 
 def relative_difference(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
-    """Returns |one - other| / |other| over all arrays, in float64; NaN for 0 / 0."""
+    """Returns norm(one - other) / norm(other) over all arrays, in float64. Returns NaN for 0 / 0."""
     square = lambda arrays: sum(float(np.sum(np.square(array, dtype=np.float64))) for array in arrays)
     norm = square(other) ** 0.5
     return square([a - b for a, b in zip(one, other, strict=True)]) ** 0.5 / norm if norm else float("nan")
@@ -290,7 +290,7 @@ def relative_difference(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) 
 
 @contextlib.contextmanager
 def captured_stderr() -> Iterator[list[str]]:
-    """Captures file descriptor 2, to which XLA writes, in the yielded list. `tee` also forwards the output."""
+    """Yields a list that receives the output to file descriptor 2 on exit. `tee` also forwards this output."""
     written: list[str] = []
     sys.stderr.flush()
     stderr_fd = os.dup(2)
@@ -310,7 +310,7 @@ def captured_stderr() -> Iterator[list[str]]:
 
 
 def on_simulated_devices(command: list[str]) -> None:
-    """Re-executes `command` unless jaxscale runs with 16 simulated devices, XLA warnings and no compilation cache."""
+    """Re-executes `command` with 16 simulated devices, XLA warnings and no compilation cache, unless already set."""
     more = {"JAX_ENABLE_COMPILATION_CACHE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"}
     env = simulated_devices_env(MAX_DEVICES) | more
     if env != dict(os.environ):

@@ -116,7 +116,7 @@ def bar(step: int, total: float, eta: float | None, width: int, *, unicode: bool
 
 
 def curves(training: Sequence[Mapping], records: Sequence[Mapping], room: int, *, unicode: bool) -> list[WatchLine]:
-    """Returns lines of loss, validation loss, gradient norm, learning rate and tokens/s: last value, curve, range."""
+    """Returns lines with value, curve and range of loss, validation loss, gradient norm, learning rate and tokens/s."""
     last = training[-1] if training else {}
     validation = [record for record in records if "validation/loss" in record]
     where = f"at step {validation[-1].get('step')}" if validation else ""
@@ -149,7 +149,8 @@ def curve(
 
 
 def sparkline(values: Sequence[Any], room: int, *, unicode: bool = True) -> str:
-    """Returns block characters for the means of `room` equal parts of the values; spaces for parts without numbers."""
+    """Returns block characters that plot means of `room` equal parts of the values. Parts without numbers are
+    spaces."""
     blocks = BLOCKS if unicode else PLAIN_BLOCKS
     columns = min(room, len(values))
     edges = [round(column * len(values) / columns) for column in range(columns + 1)] if columns else []
@@ -163,7 +164,7 @@ def sparkline(values: Sequence[Any], room: int, *, unicode: bool = True) -> str:
 
 
 def machine(training: Sequence[Mapping]) -> list[WatchLine]:
-    """Returns lines with step time, MFU, wait for data, experts, memory and device metrics."""
+    """Returns lines with the step time, MFU, data wait, expert metrics, memory and device metrics."""
     last = training[-1] if training else {}
     if not last:
         return []
@@ -192,7 +193,7 @@ def numbers_line(
 
 
 def goodput_lines(run: History, now: float | None, width: int) -> list[WatchLine]:
-    """Returns text such as 'goodput     91.2% of 3d04h  compile 2%  save 1%', over all starts."""
+    """Returns text such as 'goodput 91.2% of 3d04h compile 2% save 1%'. It includes all starts of the run."""
     goodput = measure_goodput(run.rows, run.events, now)
     if goodput.fraction is None:
         return []
@@ -211,7 +212,7 @@ def goodput_lines(run: History, now: float | None, width: int) -> list[WatchLine
 
 
 def event_lines(events: Sequence[Mapping[str, Any]], most: int, now: float) -> list[WatchLine]:
-    """Returns lines of the newest events, such as '12:01:33  step 200: checkpoint saved, 1.2s'; dated on other days."""
+    """Returns lines such as '12:01:33 step 200: checkpoint saved, 1.2s'. Events of other days have a date."""
     found, today = [], datetime.datetime.fromtimestamp(now).date()
     for event in events[-most:]:
         when = unix_time(event.get("time"))
@@ -260,7 +261,7 @@ class RunReader:
         self.starts_seen = -1
 
     def read(self) -> History:
-        """Returns the history so far. A storage error is added to its problems."""
+        """Returns the history so far. A storage error is included in its problems."""
         problems = ()
         try:
             self.records = grown(self.records, self.metrics, MOST_RECORDS, clean_record)
@@ -286,7 +287,7 @@ class RunReader:
 
 
 def clean_record(record: Row) -> Row | None:
-    """Returns the numbers of a record, with None for non-finite numbers. Returns None for a record without a step."""
+    """Returns the numbers of a record. Non-finite numbers become None. Returns None for a record without a step."""
     if type(record.get("step")) is not int:
         return None
     numbers = {name: value for name, value in record.items() if value is None or isinstance(value, (int, float))}
@@ -321,7 +322,7 @@ def main(arguments: Arguments) -> None:
 
 
 def show(reader: RunReader, stream: TextIO, every: float) -> None:
-    """Draws a frame every `every` seconds, and when the terminal is resized, until interrupted."""
+    """Draws a frame every `every` seconds, and when the terminal is resized, until it is interrupted."""
     history, read_at, drawn = None, float("-inf"), None
     while True:
         now, size = time.monotonic(), shutil.get_terminal_size((LEAST_WIDTH, LEAST_HEIGHT))

@@ -9,9 +9,9 @@ HASH_SALTS = (np.uint32(0), np.uint32(0x27D4EB2F))  # one salt for each of the t
 
 
 class EncoderInput(NamedTuple):
-    """Encoder inputs of an encoder-decoder model, [rows, S], or [S] for a single row.
+    """Encoder inputs of an encoder-decoder model, [B, S], or [S] for a single sequence.
 
-    A document has the same segment id in the encoder's and the decoder's row.
+    A document has the same segment id in the sequences of the encoder and the decoder.
     """
 
     tokens: Any  # int32
@@ -20,10 +20,10 @@ class EncoderInput(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Packed rows of T tokens: numpy on the host, jax on the device. Every field is [rows, T], or [T] for a single row.
+    """Packed sequences: NumPy arrays on the host, JAX arrays on devices. Fields are [B, T], or [T] for one sequence.
 
-    weights are 1 where the target is a token of the same document and not padding. Segment 0 is padding, and the
-    documents of a row are numbered from 1. Positions restart at 0 in each document and row.
+    weights are 1 where the target is not padding and belongs to the same document as the token. Segment id 0 is
+    padding; the documents of a sequence are numbered from 1. Positions restart at 0 in each document and sequence.
     """
 
     tokens: Any  # int32
@@ -40,7 +40,7 @@ ReadRows = Callable[[int, Sequence[int]], Batch]  # (n, row indices) -> these ro
 
 
 def reshape_rows(batch: Batch, row_tokens: int) -> Batch:
-    """Reshapes all fields to rows of row_tokens. Values, such as positions and segment ids, are unchanged."""
+    """Reshapes all fields to sequences of row_tokens. Values, such as positions and segment ids, do not change."""
     if batch.tokens.shape[1] == row_tokens:
         return batch
     return Batch(*(None if field is None else field.reshape(-1, row_tokens) for field in batch))
@@ -53,9 +53,9 @@ def hashed_token_arrays(batch: Batch) -> list[tuple[Any, int]]:
 
 
 def mix_tokens(words_BT: Any, row_BT: Any, column_BT: Any, salt: np.uint32) -> Any:
-    """Returns uint32[B, T], each token hashed with its row and column. Accepts numpy and jax arrays.
+    """Returns uint32[B, T], the hash of each token with its row and column. Accepts NumPy and JAX arrays.
 
-    Row, column and salt select a bijection, so the sum of hashes changes if a single token changes.
+    For a fixed row, column and salt, the hash is a bijection. So changing one token changes the sum of hashes.
     """
     mixed = words_BT ^ (row_BT * np.uint32(0x85EBCA77) + column_BT * np.uint32(0x9E3779B9) + salt)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # MurmurHash3's 32-bit finaliser, Appleby 2011

@@ -45,12 +45,12 @@ class MeshConfig:
             if size < 1 and size != -1:
                 raise BadInput(f"{axis}={size} must be a positive number of devices, or -1 for the remaining ones")
         if len(free := [axis for axis in MESH_AXES if getattr(self, axis) == -1]) > 1:
-            raise BadInput(f"only one axis may be -1, not {free}; set sizes for the others (fsdp is -1 by default)")
+            raise BadInput(f"only one axis may be -1, but {free} are; set the others (fsdp is -1 by default)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ContextConfig:
-    """Settings of attention over mesh.context, whose devices each have some positions of a sequence."""
+    """Settings of attention with a context axis, which shards the positions of a sequence."""
 
     attention: SharingName = setting(
         "auto",
@@ -61,7 +61,7 @@ class ContextConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertConfig:
-    """Settings of the exchange of tokens or experts over mesh.expert. Each device has some tokens and some experts."""
+    """Settings of expert parallelism over mesh.expert: devices exchange either experts or tokens."""
 
     exchange: ExchangeName = setting(
         "auto",
@@ -93,9 +93,9 @@ class PipelineConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GuardConfig:
-    """Settings of the guard, which skips steps with a non-finite or absurd gradient or a spike of the loss.
+    """Settings of the guard, which skips steps with a non-finite or very large gradient, or with a loss spike.
 
-    spike_ratio and grad_ratio decide which steps are applied. Ratios of monitor.health only alert, by other baselines.
+    spike_ratio and grad_ratio decide which steps are applied. The ratios of monitor.health only raise alerts.
     """
 
     max_grad_norm: float = setting(1e4, "largest norm before clipping; 0.1 to 10 is usual, 100 is suspicious")
@@ -141,10 +141,10 @@ class GuardConfig:
             raise BadInput(f"window_steps={self.window_steps} must be at least {MIN_WINDOW_STEPS}, for a stable median")
         for name in ("spike_sigma", "grad_ratio", "max_spikes_in_row"):
             if getattr(self, name) < 0:
-                raise BadInput(f"{name}={getattr(self, name)} must be at least 0 (0: off)")
+                raise BadInput(f"{name}={getattr(self, name)} must be at least 0; 0 disables this check")
         if self.spike_ratio and self.spike_ratio <= 1:
             raise BadInput(
-                f"spike_ratio={self.spike_ratio} must be above 1, or 0 for none; half of losses are above the median"
+                f"spike_ratio={self.spike_ratio} must be above 1, or 0 to disable it; half of losses exceed the median"
             )
 
 
@@ -176,7 +176,7 @@ class LossScaleConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmaConfig:
-    """Settings of an exponential moving average of trainable parameters, float32 and sharded like the moments."""
+    """Settings of an exponential moving average of trainable parameters, in float32 and sharded like the moments."""
 
     decay: float = setting(0.0, "decay rate of the average: 0.999 averages over about 1000 steps; 0: no average")
     start_step: int = setting(
@@ -189,7 +189,7 @@ class EmaConfig:
         if not 0 <= self.decay < 1:
             raise BadInput(f"decay={self.decay} must be at least 0 and below 1")
         if self.start_step < 0 or self.start_step and not self.decay:
-            raise BadInput(f"start_step={self.start_step} must be at least 0, and needs decay above 0")
+            raise BadInput(f"start_step={self.start_step} must be at least 0, and requires decay above 0")
 
     @property
     def on(self) -> bool:
@@ -215,13 +215,13 @@ class StepConfig:
             raise BadInput(f"num_microbatches={self.num_microbatches} must be at least 1")
         for name, weight in self.aux_losses.items():
             if name not in AUX_LOSSES:
-                raise BadInput(f"aux_losses has {name!r}, which is not a loss; use {', '.join(AUX_LOSSES)}")
+                raise BadInput(f"aux_losses has {name!r}, which is not an auxiliary loss; use {', '.join(AUX_LOSSES)}")
             if weight < 0:
                 raise BadInput(f"aux_losses.{name}={weight} must not be negative")
 
 
 def ratio_limit(ratio: float, median: Any, maximum: Maximum = max) -> Any:
-    """Returns the loss above which a step is a spike: `ratio` times the median, but at least half a nat above it."""
+    """Returns the loss limit of a spike: the median times `ratio`, but at least half a nat above the median."""
     return maximum(ratio * median, median + MIN_SPIKE)
 
 
@@ -231,5 +231,5 @@ def robust_sigma(median: Any, deviation: Any, maximum: Maximum = max) -> Any:
 
 
 def sigma_limit(sigmas: float, median: Any, deviation: Any, maximum: Maximum = max) -> Any:
-    """Returns the loss or norm above which a step is a spike: `sigmas` robust standard deviations above the median."""
+    """Returns the limit of a spike in loss or norm: `sigmas` robust standard deviations above the median."""
     return median + sigmas * robust_sigma(median, deviation, maximum)

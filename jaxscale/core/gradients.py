@@ -40,11 +40,11 @@ ONE_DEVICE = Reduction()
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Gradients:
-    """Computes (means of each named loss, gradients of the mean loss) for a state and a batch.
+    """Computes the means of named losses, and the gradients of the mean loss, for a state and a batch.
 
     groups: tree with the ParamGroup of each parameter; frozen parameters have no gradient. aux_weights: {auxiliary
-    loss: weight}. num_sources: number of sources of the data mixture. make_recorder: returns a new recorder for each
-    trace, whose intermediates are added to the means.
+    loss: weight}. num_sources: number of sources in the data mixture. make_recorder: returns a new recorder for each
+    trace; the recorded intermediates are added to the means.
     """
 
     model: ShardedModel
@@ -68,7 +68,7 @@ class Gradients:
         return trainable(tree_shardings(self.model.mesh, self.model.axes, self.model.plan.rules.moments), self.groups)
 
     def on_device(self, params: Any, batch: Batch, key: jax.Array, scale: jax.Array) -> tuple[Metrics, Any]:
-        """Returns (means, gradients) of the whole batch, inside shard_map. params, batch: local shards."""
+        """Returns (means, gradients) of the whole batch. Called inside shard_map. params, batch: local shards."""
         plan, variables = self.model.plan, self.model.differentiable(params)
 
         def loss_fn(trained: Any, batch: Batch, keys_B: jax.Array) -> tuple[jax.Array, Metrics]:
@@ -91,7 +91,7 @@ class Gradients:
         return self.reduce_intermediates(means), grads
 
     def on_stage(self, params: Any, batch: Batch, key: jax.Array, scale: jax.Array) -> tuple[Metrics, Any]:
-        """Returns (means, gradients) of the whole batch, computed by the stages of a pipeline inside shard_map."""
+        """Returns (means, gradients) of the whole batch, with pipeline parallelism. Called inside shard_map."""
         from jaxscale.core.pipeline_step import Pipeline
 
         plan, schedule = self.model.plan, self.model.plan.stage_schedule
@@ -137,12 +137,11 @@ def accumulate(
     scale: jax.Array | float = 1.0,
     reduction: Reduction = ONE_DEVICE,
 ) -> tuple[dict[str, jax.Array], Any]:
-    """Returns (mean of each named loss over the target tokens, gradient of the mean loss), all float32.
+    """Returns (mean of each named loss over the target tokens, gradient of the mean loss), all in float32.
 
-    Losses, gradients and token weights are summed over the microbatches and divided once, so that padding does not bias
-    the mean. They are reduced over devices at the end, except for reductions within the loss. Intermediates under SOWN
-    have a leading axis of microbatches. batch: the rows of this device. scale: loss scale for float16, by which the
-    float32 gradients are divided.
+    Losses, gradients and token weights are summed over microbatches and devices, then divided once, so that padding
+    does not bias the mean. `reduction` sums over devices what loss_fn has not summed. Intermediates under SOWN have a
+    leading dimension of microbatches. batch: sequences of this device. scale: loss scale for float16.
     """
     scale, keys_B = per_token_scale(scale, batch, reduction), row_keys(key, batch, reduction)
 
@@ -177,12 +176,12 @@ def accumulate(
 
 
 def per_token_scale(scale: jax.Array | float, batch: Batch, reduction: Reduction) -> jax.Array | float:
-    """Divides the loss scale by the number of positions, so that sums fit float16. Exact for powers of 2."""
+    """Returns the loss scale divided by the number of positions, so that sums fit float16. Exact for powers of 2."""
     return scale / (batch.weights.size * reduction.num_shards)
 
 
 def row_keys(key: jax.Array, batch: Batch, reduction: Reduction) -> jax.Array:
-    """Returns a random key for each row. Keys depend on the index in the batch, not on devices or microbatches."""
+    """Returns a random key for each sequence. It depends on the index in the batch, not on devices or microbatches."""
     num_rows = batch.weights.shape[0]
     row_key = lambda row: jax.random.fold_in(key, row)
     return jax.vmap(row_key)(reduction.first_row(num_rows) + jnp.arange(num_rows))
@@ -191,7 +190,7 @@ def row_keys(key: jax.Array, batch: Batch, reduction: Reduction) -> jax.Array:
 def reduce_and_divide(
     sums: dict[str, jax.Array], grads: Any, scale: jax.Array | float, reduction: Reduction
 ) -> tuple[dict[str, jax.Array], Any]:
-    """Reduces the sums of this device over all devices. Returns (means, gradients of the mean loss)."""
+    """Sums local losses and gradients over all devices. Returns (means, gradients of the mean loss)."""
     with jax.named_scope("reduce_gradients"):
         sums, grads = reduction.scalars(sums), reduction.total_grads(grads)
     total_weight = sums.pop("real_tokens")
@@ -203,5 +202,5 @@ def reduce_and_divide(
 
 
 def split_microbatches(rows: jax.Array, number: int) -> jax.Array:
-    """Reshapes [B, ...] to [number, B / number, ...]. Row i is in microbatch i % number on any number of devices."""
+    """Reshapes [B, ...] to [number, B / number, ...]. Sequence i of a batch is in microbatch i % number on any mesh."""
     return jnp.swapaxes(rows.reshape(rows.shape[0] // number, number, *rows.shape[1:]), 0, 1)

@@ -38,7 +38,7 @@ SETTINGS = {
 
 
 class GuardState(NamedTuple):
-    """State of the guard: counts, the window, and an order from the host. Field names are part of checkpoint paths."""
+    """State of the guard: counters, windows and an order from the host. Field names are part of checkpoint paths."""
 
     skipped: jax.Array  # int32[]
     skipped_in_row: jax.Array  # int32[]
@@ -69,9 +69,9 @@ def check(
 ) -> tuple[jax.Array, jax.Array, GuardState]:
     """Returns (ok, verdict, state). ok: bool[], True if the step may be applied. verdict: int32[], index of VERDICTS.
 
-    excused: bool[], True if the gradient is not finite and the loss scale can still be reduced; skipped_in_row does not
-    count the step. no_targets: bool[], True if no token of the batch has weight; the step then changes neither the
-    parameters nor the window.
+    excused: bool[], True if the gradient is not finite and the loss scale can still be reduced. Such a step is not
+    counted in skipped_in_row. no_targets: bool[], True if all token weights of the batch are 0. Such a step changes
+    neither the parameters nor the window.
     """
     window_ready, median = state.seen >= MIN_WINDOW_STEPS, loss_median(state)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -124,7 +124,7 @@ def guard_metrics(before: GuardState, after: GuardState, ok: jax.Array, verdict:
 
 
 def loss_median(state: GuardState) -> jax.Array:
-    """Returns the median loss of the window, float32[]. The value is undefined before the first good step."""
+    """Returns the median loss of the window, float32[]. It is undefined before the first good step."""
     return ring_median(state.losses, state.seen)
 
 
@@ -143,5 +143,5 @@ def ring_median(values_W: jax.Array, seen: jax.Array) -> jax.Array:
 
 
 def lr_factor(state: GuardState, step: jax.Array) -> jax.Array:
-    """Returns the multiplier of a step's learning rate, float32[]; below 1 after recovery has reduced the rate."""
+    """Returns the multiplier of the learning rate, float32[]. It is below 1 for some steps after a recovery."""
     return jnp.where(step < state.cut_until, state.lr_factor, 1.0)

@@ -22,7 +22,7 @@ DCN_AXES = ("pipeline", "data", "fsdp")  # outermost first: slices are assigned 
 
 
 def mesh_shape(cfg: MeshConfig, num_devices: int) -> dict[str, int]:
-    """Returns {axis: size} with -1 resolved. Raises BadInput if the sizes do not multiply to the number of devices."""
+    """Returns {axis: size} with -1 resolved. Raises BadInput if the product of sizes is not the number of devices."""
     shape = {axis: getattr(cfg, axis) for axis in MESH_AXES}
     fixed = math.prod(size for size in shape.values() if size != -1)
     used = {axis: size for axis, size in shape.items() if size != 1}
@@ -34,14 +34,12 @@ def mesh_shape(cfg: MeshConfig, num_devices: int) -> dict[str, int]:
             )
         return {axis: num_devices // fixed if size == -1 else size for axis, size in shape.items()}
     if fixed != num_devices:
-        raise BadInput(
-            f"mesh={used or 'all 1'} multiplies to {fixed} devices, but there are {num_devices}; set one axis to -1"
-        )
+        raise BadInput(f"mesh={used or 'all 1'} needs {fixed} devices, but there are {num_devices}; set one axis to -1")
     return shape
 
 
 def nearest_size(fixed: dict[str, int], num_devices: int) -> str:
-    """Returns 'use tensor=4', a change of one axis, innermost first, with which the sizes divide the devices."""
+    """Returns a fix such as 'use tensor=4': a size of one axis, innermost first, so that sizes divide num_devices."""
     for axis in reversed(fixed):
         share, remainder = divmod(num_devices, math.prod(size for other, size in fixed.items() if other != axis))
         if not remainder:
@@ -50,10 +48,10 @@ def nearest_size(fixed: dict[str, int], num_devices: int) -> str:
 
 
 def make_mesh(cfg: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
-    """Returns the mesh over `devices` (default: all), with axes in the order of MESH_AXES and of type Auto.
+    """Returns the mesh of `devices` (default: all), with axes in the order of MESH_AXES and of type Auto.
 
-    Raises BadInput if the product of sizes differs from the number of devices, or if an axis that must be within a
-    slice or node does not fit there.
+    Raises BadInput if the product of sizes differs from the number of devices, or if an axis that may not span slices
+    or nodes does not fit into one.
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = mesh_shape(cfg, len(devices))
@@ -86,10 +84,10 @@ def arrange(shape: dict[str, int], devices: Sequence[Device]) -> np.ndarray:
 
 
 def device_groups(devices: Sequence[Device]) -> tuple[str, str, list[int]]:
-    """Returns ("slice" or "node", the device attribute with its index, the slice or node of each device).
+    """Returns ("slice" or "node", device attribute with the index of the group, index for each device).
 
-    Devices of several TPU slices have a slice_index, and so do the GPUs of a multi-node run, whose runtime numbers
-    NVLink domains. GPUs of an ahead-of-time topology are all in slice 0, with one process per node.
+    Devices of several TPU slices have a slice_index. GPUs of a multi-node run also have one, the index of their NVLink
+    domain. GPUs of an ahead-of-time topology are all in slice 0, with one process per node.
     """
     kind = "node" if devices[0].platform == "gpu" else "slice"
     slices = [getattr(device, "slice_index", 0) for device in devices]
@@ -100,10 +98,10 @@ def device_groups(devices: Sequence[Device]) -> tuple[str, str, list[int]]:
 
 
 def dcn_shape(shape: dict[str, int], kind: str, group_of: Sequence[int]) -> dict[str, int]:
-    """Returns {axis: number of slices or nodes along the axis}. Raises BadInput if DCN_AXES cannot cover all."""
+    """Returns {axis: number of slices or nodes}. Raises BadInput if an axis not in DCN_AXES would span several."""
     counts = [group_of.count(group) for group in sorted(set(group_of))]
     if len(set(counts)) != 1:
-        raise BadInput(f"the {len(counts)} {kind}s have {or_list(sorted(set(counts)))} devices; all need equally many")
+        raise BadInput(f"the {len(counts)} {kind}s must have equally many devices, not {or_list(sorted(set(counts)))}")
     left, outer = len(counts), dict.fromkeys(shape, 1)
     for axis in DCN_AXES:
         outer[axis] = math.gcd(shape[axis], left)
@@ -111,7 +109,7 @@ def dcn_shape(shape: dict[str, int], kind: str, group_of: Sequence[int]) -> dict
     if left != 1:  # the axes within a group do not divide its devices
         inside = {axis: size for axis, size in shape.items() if size > 1 and axis not in DCN_AXES}
         raise BadInput(
-            f"mesh={inside} does not divide the {counts[0]} devices of a {kind}, and only {or_list(DCN_AXES)} may "
+            f"mesh={inside} must divide the {counts[0]} devices of a {kind}, because only {or_list(DCN_AXES)} may "
             f"span several {kind}s; {nearest_size(inside, counts[0])} and fsdp=-1 for the remaining devices"
         )
     return outer

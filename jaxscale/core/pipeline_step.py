@@ -69,10 +69,10 @@ class Pipeline:
     groups: Any  # tree with the ParamGroup of each parameter
 
     def sums(self, weights: Any, micro: Any, scale: jax.Array | float) -> tuple[dict[str, jax.Array], Any]:
-        """Returns (named sums, float32 gradients) of all microbatches for this stage, before division by tokens.
+        """Returns (named sums, float32 gradients) of this stage for all microbatches, not divided by tokens.
 
-        weights: weights of the stage in the compute dtype. micro: (rows, random keys), each [M, B, ...]. scale: factor
-        of the differentiated loss.
+        weights: weights of the stage in the compute dtype. micro: (batch, random keys), each [M, B, ...]. scale: factor
+        by which the loss is multiplied before differentiation.
         """
         work = StageWork(self, weights, micro, scale)
         tables = self.schedule
@@ -120,7 +120,7 @@ class StageWork:
         )
 
     def tick(self, carry: Carry, now: Tick) -> Carry:
-        """Runs the forward and the backward pass that the schedule has at this tick, if any."""
+        """Runs the forward and backward passes that are scheduled at this tick, if any."""
         fwd, bwd = jax.tree.map(lambda stages: stages[self.axis.stage], (now.forward, now.backward))
         ends, dense, blocks = carry.grads
         dy_BTD = self.axis.to_previous_stage(carry.cotangents_in_BTD)  # sent while the forward pass runs
@@ -144,14 +144,14 @@ class StageWork:
         return Carry(x_BTD, dx_BTD, saved_ScBTD, pending_SBTD, ParamParts(ends, dense, blocks), sums, metrics)
 
     def when(self, active: jax.Array | bool, times: int, f: Callable, *operands: Any) -> Any:
-        """Returns f(*operands) if active, else the operands. times: ticks of a step in which f runs."""
+        """Returns f(*operands) if active, else the operands. times: number of ticks per step in which f runs."""
         same = lambda *operands: operands if len(operands) != 1 else operands[0]
         # The scope name contains the number of runs, from which tools.preflight.hlo_trips counts FLOPs and bytes.
         with jax.named_scope(f"taken_{times}_of_{self.schedule.num_ticks}"):
             return lax.cond(active, f, same, *operands)
 
     def at_end(self, is_end: jax.Array) -> jax.Array | bool:
-        """Returns True where the embedding or the head runs: on one stage, or on all if they shard the vocabulary."""
+        """Returns True if this stage runs the embedding or head. All stages do if they shard the vocabulary."""
         return True if self.axis.shards_vocab else is_end
 
     @property
@@ -160,7 +160,7 @@ class StageWork:
         return self.schedule.num_microbatches * self.schedule.num_chunks
 
     def embed(self, x_BTD: jax.Array, microbatch: jax.Array, enters: jax.Array) -> jax.Array:
-        """Returns the embedding of a microbatch that enters on the first stage, else x_BTD."""
+        """Returns the embedding of the microbatch that enters the first stage, if any, else x_BTD."""
         embed = lambda x_BTD: self.functions.embed(self.ends, *at(self.micro, microbatch))
         active = enters & self.at_end(self.axis.first)
         embedded_BTD = self.when(active, self.schedule.num_microbatches, embed, x_BTD)
@@ -184,7 +184,7 @@ class StageWork:
     def forward_chunk(
         self, x_BTD: jax.Array, saved_ScBTD: jax.Array, metrics: Any, now: Passes
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """Runs the layers of the chunk. Returns (residual stream, saved inputs, sums of metrics)."""
+        """Runs the layers of a chunk. Returns (residual stream, saved inputs, sums of metrics)."""
 
         def layer(carry, i):
             x_BTD, saved_ScBTD, metrics = carry
@@ -196,7 +196,7 @@ class StageWork:
         return self.when(now.microbatch != IDLE, self.num_passes, run, x_BTD, saved_ScBTD, metrics)
 
     def unless_idle(self, x_BTD: jax.Array, saved_ScBTD: jax.Array, now: Passes, i: jax.Array) -> jax.Array:
-        """Returns x_BTD if the chunk has a layer i, else the saved value at index i, which a dense layer may need."""
+        """Returns x_BTD if the chunk has a layer i, else the saved input i, which may be that of a dense layer."""
         if not self.dense:
             return x_BTD
         return jnp.where(self.layers_Vc[now.chunk, i] == IDLE, saved(saved_ScBTD, now, i), x_BTD)
@@ -204,7 +204,7 @@ class StageWork:
     def add_loss(
         self, sums: Any, grads: Any, pending_SBTD: jax.Array, y_BTD: jax.Array, microbatch: jax.Array, leaves: jax.Array
     ) -> tuple[Any, Any, jax.Array]:
-        """Adds the loss of a microbatch that leaves. Returns (sums, gradients of the ends, pending cotangents)."""
+        """Adds the loss of a microbatch that leaves the last stage. Returns (sums, gradients, pending cotangents)."""
 
         def run(sums, grads, pending_SBTD):
             out_BTD = self.axis.broadcast_last(y_BTD) if self.axis.shards_vocab else y_BTD
@@ -252,9 +252,9 @@ class StageWork:
         now: Backward,
         deferred: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """Runs the backward pass of the chunk without weight gradients, if these are deferred to a second pass.
+        """Runs the backward pass of the chunk without weight gradients, if the schedule defers them to a later pass.
 
-        Returns (gradient of the chunk's input, pending cotangents with dy_BTD), or (dx_BTD, pending_SBTD) unchanged.
+        Returns (gradient of the chunk's input, pending cotangents with dy_BTD), else (dx_BTD, pending_SBTD).
         """
         if not (num_deferred := self.schedule.num_deferred):  # maximum of all stages; the first stage defers none
             return dx_BTD, pending_SBTD
@@ -273,7 +273,7 @@ class StageWork:
     def backward_dense(
         self, dy_BTD: jax.Array, grads: Any, saved_ScBTD: jax.Array, now: Backward, returns: jax.Array
     ) -> tuple[jax.Array, Any]:
-        """Runs the backward pass of the leading dense layers. Returns (gradient of the embedding, gradients)."""
+        """Runs the backward pass of the leading dense layers. Returns (gradient of their input, gradients)."""
         if not self.dense:
             return dy_BTD, grads
 
@@ -289,7 +289,7 @@ class StageWork:
         return self.when(returns & self.axis.first, self.schedule.num_microbatches, run, dy_BTD, grads)
 
     def add_embedding(self, grads: Any, dx_BTD: jax.Array, microbatch: jax.Array, returns: jax.Array) -> Any:
-        """Returns gradients of the ends. Adds gradients of the embedding if a microbatch's gradient has reached it."""
+        """Returns `grads`, plus embedding gradients if the backward pass of a microbatch has reached the embedding."""
 
         def run(grads):
             enter = lambda trained: self.functions.embed(combine(trained, self.ends), *at(self.micro, microbatch))
@@ -310,7 +310,7 @@ class StageWork:
         return x_BTD, jnp.asarray(self.scale * metrics.get("objective", 0.0), jnp.float32)
 
     def layer(self, params: Any, x_BTD: jax.Array, now: Passes | Backward, i: jax.Array) -> tuple[jax.Array, Any]:
-        """Returns (residual stream after layer i of the chunk, metrics), or (x_BTD, zeros) without a layer i."""
+        """Returns (x_BTD after layer i of the chunk, metrics), or (x_BTD, zeros) if the chunk has no layer i."""
         number, rows = self.layers_Vc[now.chunk, i], at(self.micro, now.microbatch)
         run = lambda x_BTD: self.functions.run_layer(params, self.ends, x_BTD, *rows, number=number)
         if (self.axis.layers != IDLE).all():
@@ -334,7 +334,7 @@ def at(tree: Any, i: jax.Array | np.ndarray | int) -> Any:
 
 
 def added_at(totals: Any, grads: Any, i: jax.Array) -> Any:
-    """Adds the gradients of layer i to the totals of a stack of layers."""
+    """Returns the totals of a stack of layers with the gradients of layer i added."""
     add = lambda total, grad: lax.dynamic_update_index_in_dim(total, at(total, i) + grad, i, 0)
     return jax.tree.map(add, totals, grads)
 

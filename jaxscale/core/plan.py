@@ -61,7 +61,7 @@ DEFAULT_SETTINGS = ParallelSettings()
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class ParallelPlan:
-    """Shardings and implementations of a model. The defaults are for a single device and use XLA operations."""
+    """Shardings and kernels of a model. The defaults are for a single device and use XLA operations."""
 
     mesh: Mesh = NO_MESH
     rules: Rules = RULES["zero3"]
@@ -121,7 +121,7 @@ class ParallelPlan:
         return self.context.multiple * self.tensor.size
 
     def describe(self) -> list[str]:
-        """Returns a line with the reason for each choice that mesh and model do not determine."""
+        """Returns a description of each automatic choice, with its reason."""
         lines = []
         if self.context_exchange.name:
             from jaxscale.kernels.attention.context_parallel import describe
@@ -168,7 +168,7 @@ def resolve_plan(
 ) -> ParallelPlan:
     """Returns the plan of a model on a mesh. Raises BadInput for settings that the model or the devices do not support.
 
-    environment: variables whose XLA options the plan does not change.
+    environment: environment variables. The plan does not change XLA options that they set.
     """
     device, needs = mesh.devices.flat[0], cfg.attention_needs(prefix=settings.prefix)
     single = single_device_plan(device.platform, cfg.attention, needs, device)
@@ -207,9 +207,9 @@ def resolve_plan(
 
 
 def without_stages(cfg: ModelConfig, plan: ParallelPlan) -> ParallelPlan:
-    """Returns the plan for evaluation, sampling and statistics, in which the pipeline axis shards rows and weights.
+    """Returns the plan for evaluation, sampling and statistics, where the pipeline axis shards the batch and weights.
 
-    The number of microbatches is reduced to fit the larger number of shards.
+    The number of microbatches is reduced to fit the larger number of batch shards.
     """
     if plan.pipeline.size == 1:
         return plan
@@ -229,7 +229,7 @@ def resolve_compiler_options(
 ) -> CompilerOptions:
     """Returns the compiler options of the training step.
 
-    extra: options set by the user; None means no options at all. layer_loops: whether layers contain loops.
+    extra: options set by the user; None disables all options. layer_loops: whether layers contain loops.
     """
     if extra is None:
         return NO_COMPILER_OPTIONS
@@ -288,7 +288,7 @@ def check_stages(cfg: ModelConfig, settings: ParallelSettings, pipeline: Pipelin
 def context_parallel_attend(
     attend: Attend, attention: str, exchange: Choice, needs: AttentionNeeds, context: ContextAxis, device: Device
 ) -> Attend:
-    """Returns attention over the positions of all context devices. attend: the kernel `attention` for one device."""
+    """Returns attention over positions on all devices of the context axis. attend: kernel for one device."""
     if not exchange.name:
         return attend
     from jaxscale.kernels.attention.context_parallel import make_context_attention
@@ -302,14 +302,13 @@ def context_parallel_attend(
 
 
 def scans_layers(cfg: ModelConfig, mesh: Mesh) -> bool:
-    """Returns True if layers are scanned. Few layers on one CPU device are unrolled, because slicing weights and
-    writing gradients takes up to half of a step in bfloat16, a tenth in float32 (4 layers, 2 cores, jax 0.10.2,
-    2026-11-25)."""
+    """Returns True if layers are scanned. A single CPU device unrolls a few layers, because slicing weights and writing
+    gradients in a scan take up to half of a step (4 layers in bfloat16, 2 cores, jax 0.10.2, 2026-11-25)."""
     return mesh.size > 1 or mesh.devices.flat[0].platform != "cpu" or cfg.num_layers > MAX_UNROLLED_LAYERS
 
 
 def local_rows(mesh: Mesh, settings: ParallelSettings) -> int | None:
-    """Returns the number of rows per device and microbatch, or None if unknown."""
+    """Returns the number of sequences per device and microbatch, or None if unknown."""
     if settings.rows is None:
         return None
     shards = axis_size("act_batch", RULES[settings.rules].params, mesh.shape)
@@ -319,7 +318,7 @@ def local_rows(mesh: Mesh, settings: ParallelSettings) -> int | None:
 def resolve_context(
     cfg: ModelConfig, mesh: Mesh, settings: ParallelSettings, attention: str, needs: AttentionNeeds
 ) -> Choice:
-    """Returns the exchange of keys and values over the context axis. attention: name of the attention kernel."""
+    """Returns how keys and values are exchanged over the context axis. attention: name of the attention kernel."""
     if mesh.shape["context"] == 1:
         return Choice(settings.context_attention)
     from jaxscale.kernels.attention.context_parallel import ContextLoad, resolve_context_exchange

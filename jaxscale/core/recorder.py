@@ -38,7 +38,7 @@ SOWN = "sown"  # key of the intermediates in the sums that a loss returns
 
 
 class Intermediates(NamedTuple):
-    """Local records of a layer, float32[], or of a stack of layers, float32[L]."""
+    """Local statistics of a layer, float32[], or of a stack of layers, float32[L]."""
 
     sums: dict[str, jax.Array]  # sums of an array's mean square over non-padding positions
     maxima: dict[str, jax.Array]  # largest attention logits; float32[L, N] if per head
@@ -48,7 +48,7 @@ class Recorder:
     """Base class of recorders, which records nothing."""
 
     def wrap_attention(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Returns a function like `attend` that also records a statistic of queries and keys."""
+        """Returns `attend` extended to record a statistic of queries and keys."""
         return attend
 
     def wrap_latent(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -60,7 +60,7 @@ class Recorder:
         return x_BTD
 
     def layer_inputs(self) -> Any:
-        """Returns inputs of the layers of the next stack: a tree with a leading axis of layers, or None."""
+        """Returns additional inputs for the layers of the next stack, as a tree with a leading layer axis, or None."""
         return None
 
     def begin_layer(self, layer_input: Any) -> None:
@@ -82,9 +82,9 @@ NO_RECORDER = Recorder()
 
 
 class LogitRecorder(Recorder):
-    """Records logit_stat of each layer in one trace of a model, without gradients.
+    """Records a statistic of the attention logits of each layer in one trace of a model, without gradients.
 
-    logit_stat: (q, k, segments, causal=, bias_NTS=, scale=) -> float32[N] for local rows and heads.
+    logit_stat: (q, k, segments, causal=, bias_NTS=, scale=) -> float32[N] for local sequences and heads.
     """
 
     def __init__(self, logit_stat: Callable[..., jax.Array], tensor: TensorAxis):
@@ -93,7 +93,7 @@ class LogitRecorder(Recorder):
         self.stacks: list[Intermediates] = []
 
     def wrap_attention(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Returns a function like `attend` that also records logit_stat of queries and keys."""
+        """Returns `attend` extended to record logit_stat of queries and keys."""
 
         def recorded_attend(q_BTNH, k_BSKH, v_BSKH, segments: jax.Array | MaskSpec, **kwargs):
             self.record(
@@ -108,7 +108,7 @@ class LogitRecorder(Recorder):
         self.logits = logits
 
     def end_layer(self, x_BTD: jax.Array) -> Intermediates:
-        """Returns the largest logit of each head. Heads of other devices have -inf."""
+        """Returns the largest logit of each head. The values for heads on other devices are -inf."""
         logit_max_N, self.logits = self.logits, None
         assert logit_max_N is not None, "the layer has no attention"
         return Intermediates({}, {MAX_LOGITS: self.tensor.pad_remote(logit_max_N, -jnp.inf)})
@@ -123,9 +123,9 @@ class LogitRecorder(Recorder):
 
 
 class StatisticsRecorder(LogitRecorder):
-    """Records mean squares of arrays and a statistic of the logits, without padding positions.
+    """Records mean squares of activations and a statistic of attention logits over non-padding positions.
 
-    logit_stat: see LogitRecorder, but returns float32[]. name: name of the statistic's metric.
+    logit_stat: as in LogitRecorder, but returns float32[]. name: name of the metric for this statistic.
     """
 
     def __init__(self, name: str, logit_stat: Callable[..., jax.Array], tensor: TensorAxis):
@@ -157,7 +157,7 @@ class StatisticsRecorder(LogitRecorder):
 def make_recorder(
     attention: str, needs: AttentionNeeds, tensor: TensorAxis, context: ContextAxis = NO_CONTEXT_AXIS
 ) -> StatisticsRecorder:
-    """Returns a recorder for one trace of a model. Records the largest attention logit, or an upper bound of it.
+    """Returns a recorder of activations and the largest attention logit, or an upper bound on it, for one trace.
 
     attention: name of the attention kernel.
     """
@@ -174,7 +174,7 @@ def make_recorder(
 def make_max_logit_recorder(
     attention: str, needs: AttentionNeeds, tensor: TensorAxis, context: ContextAxis = NO_CONTEXT_AXIS
 ) -> LogitRecorder:
-    """Returns a recorder of the largest logit of each head, which is computed separately from the attention kernel."""
+    """Returns a recorder of the largest attention logit of each head, computed outside of the attention kernel."""
     from jaxscale.kernels.attention.context_parallel import over_all_keys
 
     logit_max = functools.partial(head_logit_max, window=needs.window)
@@ -186,7 +186,7 @@ def make_max_logit_recorder(
 def clip_heads(
     params: dict, intermediates: Sequence[Intermediates], *, limit: float, stacks: Sequence[str]
 ) -> tuple[dict, dict[str, jax.Array]]:
-    """Returns (parameters with heads above the limit clipped, metrics). intermediates: one per stack, in order."""
+    """Scales down heads whose logits exceed the limit. Returns (parameters, metrics). intermediates: one per stack."""
     maxima = [stack.maxima[MAX_LOGITS] for stack in intermediates]
     for name, max_LN in zip(stacks, maxima, strict=True):
         factor_LN = jnp.where(max_LN > limit, limit / max_LN, 1.0)  # 1 for -inf, if a head has no text
@@ -199,14 +199,14 @@ def clip_heads(
 
 
 def clip_stack(blocks: dict, factor_LN: jax.Array) -> dict:
-    """Returns the layers of a stack, with weights that multiply the scores of each head by its factor."""
+    """Returns a stack of layers, with weights scaled such that each head's scores are multiplied by its factor."""
     if "attention" not in blocks:  # not stacked
         return {layer: clip_stack(block, factor_LN[int(layer)]) for layer, block in blocks.items()}
     return blocks | {"attention": clip_attention(blocks["attention"], factor_LN)}
 
 
 def clip_attention(weights: dict, factor_N: jax.Array) -> dict:
-    """Returns attention weights, of one layer or stacked, that multiply the scores of each head by its factor."""
+    """Returns attention weights scaled such that each head's scores are multiplied by its factor."""
     root_N = jnp.sqrt(factor_N)
     if "wkv_up" in weights:
         return weights | clip_latent(weights, factor_N, root_N)
@@ -223,8 +223,8 @@ def clip_attention(weights: dict, factor_N: jax.Array) -> dict:
 def clip_latent(weights: dict, factor_N: jax.Array, root_N: jax.Array) -> dict:
     """Returns the scaled per-head weights of latent attention (MLA).
 
-    Dimensions without RoPE are scaled by the root of the factor in queries and keys. All heads share the RoPE key, so
-    the RoPE dimensions of the queries are scaled by the whole factor.
+    Dimensions without RoPE are scaled by the square root of the factor in queries and keys. All heads share the RoPE
+    key, so the RoPE dimensions of queries are scaled by the full factor.
     """
     name = "wq_up" if "wq_up" in weights else "wq"
     expand = lambda scale_N: scale_N[..., None, :, None]

@@ -68,7 +68,7 @@ def partition_spec(axes: tuple[str, ...], rules: Mapping[str, MeshAxes]) -> Part
 
 
 def weight_dtype(axes: tuple[str, ...], dtype: Any) -> Any:
-    """Returns the dtype of a weight in matmuls. Routers need float32, because top-k depends on the last bits."""
+    """Returns the dtype of a weight in matmuls. Routers use float32, because rounding can change selected experts."""
     return "float32" if ROUTER in axes else dtype
 
 
@@ -97,7 +97,7 @@ def tree_shardings(mesh: Mesh, axes_tree: Any, rules: Mapping[str, MeshAxes]) ->
 
 
 def without_idle_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
-    """Drops mesh axes of size 1 from each dimension, but keeps the first axis of the dimension."""
+    """Removes mesh axes of size 1 from each dimension, except for the first mesh axis of the dimension."""
 
     def used(mesh_axes: MeshAxes) -> MeshAxes:
         if not (names := mesh_axis_names(mesh_axes)):
@@ -126,7 +126,7 @@ def batch_sharding(mesh: Mesh, rules: Mapping[str, MeshAxes]) -> NamedSharding:
 def check_divides(
     params: Any, axes_tree: Any, rules: Mapping[str, MeshAxes], mesh_shape: Mapping[str, int]
 ) -> list[str]:
-    """Returns a line with axis, length and number of devices for each logical axis that the mesh does not divide."""
+    """Returns a message for each logical axis whose length is not a multiple of its number of devices."""
     found: dict[tuple[str, int], str] = {}
     for path, axes in jax.tree_util.tree_leaves_with_path(axes_tree, is_leaf=is_axes):
         leaf = functools.reduce(lambda tree, key: tree[key.key], path, params)
@@ -134,7 +134,7 @@ def check_divides(
             parts = axis_size(axis, rules, mesh_shape)
             if length % parts:
                 names = " x ".join(name for name in mesh_axis_names(rules[axis]) if mesh_shape[name] > 1)
-                found[axis, length] = f"{axis}={length} is not a multiple of the {parts} devices of mesh {names}"
+                found[axis, length] = f"{axis}={length} is not a multiple of the {parts} devices along mesh {names}"
     return list(found.values())
 
 

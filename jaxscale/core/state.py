@@ -17,7 +17,7 @@ from jaxscale.core.optim.optimizer import combine
 
 
 class LossScale(NamedTuple):
-    """Factor by which the loss is multiplied before differentiation, and gradients are divided afterwards."""
+    """Factor that multiplies the loss before differentiation and divides the gradients afterwards."""
 
     value: jax.Array  # float32[]
     good_steps: jax.Array  # int32[]: good steps since the last change
@@ -43,7 +43,7 @@ def init_state(
     ema: Any = None,
     window_steps: int = 100,
 ) -> TrainState:
-    """Returns the state before the first step. window_steps: window length of the guard."""
+    """Returns the state before the first step. window_steps: window length of the loss guard, in steps."""
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         key=jax.random.key_data(key),
@@ -56,7 +56,7 @@ def init_state(
 
 
 def state_axes(param_axes: Any, opt_axes: Any) -> TrainState:
-    """Returns the logical axes of every leaf. Scalars, the key and the guard's window have ()."""
+    """Returns the logical axes of every leaf. Scalars, the key and the guard's window have no axes."""
     scalar: Any = ()
     guard_axes = GuardState(*[scalar] * len(GuardState._fields))
     return TrainState(scalar, scalar, param_axes, opt_axes, LossScale(scalar, scalar), guard_axes)
@@ -82,10 +82,10 @@ def adjust_loss_scale(cfg: LossScaleConfig, state: LossScale, finite: jax.Array)
 
 
 def update_ema(cfg: EmaConfig, ema: Any, params: Any, step: jax.Array) -> Any:
-    """Returns the EMA after a step. Returns None if the EMA is off.
+    """Returns the exponential moving average (EMA) after a step, or None if the EMA is off.
 
-    params: parameters after the step. step: number of the step, from 0. An average that equals its parameter remains
-    bitwise equal, because the difference is scaled.
+    params: parameters after the step. step: number of the step, from 0. An average that
+    equals its parameter does not change, because the update scales their difference.
     """
     if ema is None:
         return None

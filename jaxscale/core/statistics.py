@@ -36,7 +36,7 @@ StatisticsStep = Callable[[TrainState, Batch], Statistics]
 
 
 class StatisticsGroups(NamedTuple):
-    """Index of the group of each parameter. Layers are first, followed by the groups outside of blocks."""
+    """Groups of parameters: one group per layer, followed by the groups outside of blocks."""
 
     num_layers: int
     outer_names: tuple[str, ...]
@@ -80,8 +80,8 @@ def make_statistics_step(
 ) -> StatisticsStep:
     """Returns a pure function (state, batch) -> Statistics of a step with this state and batch.
 
-    gradients: must have a recorder, so that its means include intermediates under SOWN. The update is computed as in an
-    accepted step. Norms are L2 norms.
+    gradients: must have a recorder, which adds intermediates to its means under SOWN. The update is that of an accepted
+    step. Norms are L2 norms.
     """
 
     def statistics_step(state: TrainState, batch: Batch) -> Statistics:
@@ -107,7 +107,7 @@ def make_statistics_step(
 def group_norms(groups: StatisticsGroups, tree: Any, before: Any = None) -> jax.Array:
     """Returns float32[groups], the L2 norm of each group of a tree like the parameters.
 
-    before: the parameters, if the tree contains updates. The update of a parameter in host memory is the new parameter.
+    before: the old parameters if the tree contains updates. The update of an offloaded parameter is its new value.
     """
     leaves = jax.tree.leaves(tree, is_leaf=is_masked)
     olds = [None] * len(leaves) if before is None else jax.tree.leaves(before)
@@ -121,9 +121,9 @@ def group_norms(groups: StatisticsGroups, tree: Any, before: Any = None) -> jax.
 
 
 def zero_gradients(groups: StatisticsGroups, grads: Any) -> dict[str, jax.Array]:
-    """Returns {path: True if the gradient is exactly zero} of the trained parameters, per layer if stacked.
+    """Returns {path: True if the gradient is exactly zero} for trained parameters, per layer if stacked.
 
-    Compares entries instead of their squares, which underflow for small entries.
+    Compares entries instead of a norm, because the squares of small entries underflow.
     """
     leaves = zip(groups.paths, groups.indices, jax.tree.leaves(grads, is_leaf=is_masked), strict=True)
     return {
@@ -138,7 +138,7 @@ def reduce_leaf(
 ) -> jax.Array:
     """Reduces a leaf to a scalar, or to [layers] if stacked.
 
-    A leaf in host memory is copied to the device, layer by layer if stacked, and `old` is subtracted.
+    A leaf in host memory is copied to the device, layer by layer if stacked, and `old`, if any, is subtracted.
     """
     if not is_on_host(leaf):
         return jax.vmap(reduction)(leaf) if stacked else reduction(leaf)

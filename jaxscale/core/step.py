@@ -36,8 +36,8 @@ def make_train_step(
     """Returns the pure step (state, batch) -> (state, metrics). build.py jits it and donates the state.
 
     count_gated: whether metrics include gated_rows. update_balance: sets router loads and biases of the updated
-    parameters. data_row: number of tokens in a row of the data, if the rows of the batch are parts of these rows.
-    qk_clip: scales query and key weights of heads with large scores, after all other updates.
+    parameters. data_row: sequence length in the data, if the batch contains parts of these sequences. qk_clip: scales
+    query and key weights of heads with large scores, after all other updates.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -115,15 +115,15 @@ def make_gradient_norms(gradients: Gradients) -> Callable[[TrainState, Batch], d
 
 
 def gated_rows(batch: Batch) -> jax.Array:
-    """Returns the number of rows of the global batch with text and zero weight, int32[].
+    """Returns the number of sequences in the global batch that have text but zero weight, int32[].
 
-    These are rows rejected by the row filter, and the few without targets (documents of one token, or nothing to mask).
+    The row filter rejected these sequences, or they have no targets, such as documents of a single token.
     """
     return jnp.sum(jnp.any(batch.segment_ids > 0, axis=1) & ~jnp.any(batch.weights > 0, axis=1), dtype=jnp.int32)
 
 
 def apply_update(param: jax.Array, update: Any) -> Any:
-    """Returns param + update. Returns a frozen param unchanged, and the update for a parameter in host memory."""
+    """Returns param + update, or a frozen param unchanged. The update of a param in host memory is its new value."""
     if isinstance(update, optax.MaskedNode):
         return param
     if is_on_host(param):
@@ -139,15 +139,15 @@ def leaf_name(path: Any) -> str:
 def hash_tokens(batch: Batch) -> jax.Array:
     """Returns tokens_hash() (runtime/data/stacking.py) of the global batch, uint32[2].
 
-    Hashes are added modulo 2**32, so the sum does not depend on sharding or order. Computed in the step, because a
-    process has only the rows that it has read.
+    Hashes are added modulo 2**32, so the sum does not depend on sharding or order. It is computed in the step,
+    because each process reads only a part of the batch.
     """
     sums = [sum_hash_words(words_BT, first_column) for words_BT, first_column in hashed_token_arrays(batch)]
     return sum(sums[1:], sums[0])
 
 
 def sum_hash_words(tokens_BT: jax.Array, first_column: int) -> jax.Array:
-    """Returns the sums of hashes, uint32[2], of ids whose columns are numbered from first_column."""
+    """Returns the sums of token hashes, uint32[2]. first_column: column number of the first token."""
     row_BT = jax.lax.broadcasted_iota(jnp.uint32, tokens_BT.shape, 0)
     column_BT = jax.lax.broadcasted_iota(jnp.uint32, tokens_BT.shape, 1) + jnp.uint32(first_column)
     words_BT = tokens_BT.astype(jnp.uint32)

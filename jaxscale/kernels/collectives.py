@@ -34,7 +34,7 @@ class LinkStage(NamedTuple):
 
 
 class CollectiveBytes(NamedTuple):
-    """Bytes of all collectives of one kind and purpose along a mesh axis, for one device."""
+    """Bytes per device of all collectives of one kind and purpose along a mesh axis."""
 
     axis: str
     kind: str  # name in HLO: all-gather, reduce-scatter, all-reduce, all-to-all or collective-permute
@@ -42,13 +42,11 @@ class CollectiveBytes(NamedTuple):
 
 
 def link_stages(mesh: Mesh, axis: str, *, torus_at_once: bool = False) -> tuple[LinkStage, ...]:
-    """Returns the torus dimensions that `axis` spans, the slowest-varying first, or () if only one.
+    """Returns one stage for each torus dimension that `axis` spans, the slowest-varying first, or () if only one.
 
-    torus_at_once: whether all dimensions within a slice are one stage, and DCN between slices a second stage. TPU
-    TensorCores reduce-scatter among groups along one dimension. Over several dimensions at once XLA:TPU all-reduces and
-    slices (libtpu 0.0.51 for v5e, v5p and v6e, 2026-11-21). With stages, shards are on the same devices as with one
-    collective. On GPUs there are no stages, because NCCL chooses routes. Stages by host and card, the coordinates of
-    devices in an ahead-of-time topology, sent 8 times as many bytes between hosts.
+    In one collective over several dimensions, XLA:TPU would all-reduce and slice instead of reduce-scatter (libtpu
+    0.0.51 for v5e, v5p and v6e, 2026-11-21). Stages return the same shards. On GPUs there are no stages, because NCCL
+    chooses routes. torus_at_once: whether all dimensions within a slice are one stage, and DCN is a second stage.
     """
     line = axis_line(mesh.devices, mesh.axis_names.index(axis))
     if line[0].platform != "tpu":
@@ -70,8 +68,8 @@ def link_stages(mesh: Mesh, axis: str, *, torus_at_once: bool = False) -> tuple[
 def most_links_outermost(devices: np.ndarray) -> np.ndarray:
     """Reorders the devices of a mesh such that the torus dimension with the most links varies slowest along each axis.
 
-    A gather in stages ends, and a reduce-scatter starts, with that dimension, when arrays are largest. DCN between
-    slices transfers the smallest arrays.
+    Arrays are largest in the last stage of an all-gather and in the first stage of a reduce-scatter, which use that
+    dimension. DCN between slices transfers the smallest arrays.
     """
     if devices.flat[0].platform != "tpu":
         return devices
@@ -91,7 +89,7 @@ def most_links_outermost(devices: np.ndarray) -> np.ndarray:
 
 
 def num_links(devices: np.ndarray, coordinate: int, size: int) -> int:
-    """Returns the number of links of a chip along a coordinate: 2 in a ring of `size`, 0 between slices, else 1."""
+    """Returns the number of links along a coordinate: 0 for slices, 3 for cores, 2 in a ring of `size`, else 1."""
     points = [coordinates(device) for device in devices.flat]
     if coordinate == 0:
         return 0
@@ -105,9 +103,9 @@ def num_links(devices: np.ndarray, coordinate: int, size: int) -> int:
 def wraps(num_dims: int, shape: Sequence[int], size: int) -> bool:
     """Returns True if a dimension of this size has wraparound links in a slice of this shape.
 
-    3D slices of whole 4x4x4 cubes have wraparound links in all dimensions, smaller 3D slices in none. 2D slices have
-    wraparound links only along a full side of a pod. Sources: cloud.google.com/tpu/docs, page of each TPU version, and
-    MaxText's accelerator_to_spec_map.py, by Google.
+    3D slices of 4x4x4 cubes have wraparound links in all dimensions, and other 3D slices have none. 2D slices have
+    wraparound links only along a full side of a pod. Sources: page of each TPU version in cloud.google.com/tpu/docs,
+    and accelerator_to_spec_map.py of MaxText.
     """
     return all(side % 4 == 0 for side in shape) if num_dims == 3 else size == 16
 
@@ -127,9 +125,8 @@ def scatter_along(x: jax.Array, axis: Axis, dimension: int, stages: tuple[LinkSt
 def gather_along(x: jax.Array, axis: Axis, dimension: int, stages: tuple[LinkStage, ...]) -> jax.Array:
     """All-gathers x along `dimension` over a mesh axis. Inverse of scatter_along().
 
-    Over three torus dimensions at once, XLA:TPU would all-reduce zero-padded arrays, which sends twice the bytes
-    (libtpu 0.0.51 for v5p:4x4x4 and 8x8x16, 2026-11-21). Over one or two dimensions within a slice it all-gathers, so a
-    single collective is used.
+    For up to two stages within a slice, one collective is used. Over three torus dimensions, it would all-reduce
+    zero-padded arrays, which sends twice the bytes (libtpu 0.0.51 for v5p:4x4x4 and 8x8x16, 2026-11-21).
     """
     left_to_xla = len(stages) <= 2 and not any(stage.between_slices for stage in stages)
     for groups in [None] if left_to_xla else [stage.groups for stage in reversed(stages)]:
@@ -140,9 +137,7 @@ def gather_along(x: jax.Array, axis: Axis, dimension: int, stages: tuple[LinkSta
 def ring_bytes(kind: str, nbytes: float, size: int) -> float:
     """Returns the bytes that each of `size` devices sends in a collective, the minimum of any algorithm.
 
-    nbytes: bytes of the whole arrays.
-
-    Source: Patarasuk and Yuan, Journal of Parallel and Distributed Computing 69(2), 2009.
+    nbytes: bytes of the whole arrays. Source: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69(2), 2009.
     """
     if kind == "collective-permute":
         return nbytes
@@ -155,9 +150,9 @@ def coordinates(device: Device) -> tuple[int, ...]:
 
 
 def stage_sizes(points: ArrayLike) -> tuple[int, ...]:
-    """Returns the lengths of nested runs of a line of devices, each along one coordinate, outermost first.
+    """Splits a line of devices into nested runs along one coordinate each. Returns their lengths, outermost first.
 
-    [(0,0), (0,1), (1,0), (1,1)] gives (2, 2). A line without such an order (a snake) is a single run.
+    [(0,0), (0,1), (1,0), (1,1)] gives (2, 2). A line that cannot be split, such as a snake, is a single run.
     """
     starts, sizes = np.asarray(points), []
     while len(starts) > 1:
@@ -170,7 +165,7 @@ def stage_sizes(points: ArrayLike) -> tuple[int, ...]:
 
 
 def is_straight(points: np.ndarray, length: int) -> bool:
-    """Returns True if the points divide into runs of this length along each of which the same coordinate changes."""
+    """Returns True if the points can be split into runs of this length in which only one coordinate changes."""
     if len(points) % length:
         return False
     runs = points.reshape(-1, length, points.shape[1])
@@ -190,7 +185,7 @@ Partition = tuple[tuple[int, tuple[str, ...]], ...]  # (dimension, mesh axes tha
 class Communication:
     """Settings of weight and gradient collectives.
 
-    dtype: dtype of gradient sums. stages: link_stages() of each mesh axis. tiled: whether arrays have TPU tiles.
+    dtype: dtype of gradient sums. stages: link_stages() of each mesh axis. tiled: whether arrays have a TPU tiling.
     """
 
     dtype: Any
@@ -198,10 +193,10 @@ class Communication:
     tiled: bool
 
     def collective_axes(self, names: tuple[str, ...]) -> tuple[Axis, ...]:
-        """Returns the axes of successive collectives: each mesh axis separately on TPUs, all together on other devices.
+        """Returns the axes of successive collectives: one per mesh axis on TPUs, a single one on other devices.
 
-        With separate collectives on GPUs, an 8B model with fsdp over 8 nodes and context within nodes sent 54.4 GB over
-        the network per step. With one collective, where NCCL chooses the order, it sent 6.8 (jax 0.12.0.1, 2026-11-24).
+        On GPUs, an 8B model with fsdp over 8 nodes and context within nodes sent 54.4 GB per step over the network with
+        separate collectives, and 6.8 GB with a single collective (jax 0.12.0.1, 2026-11-24).
         """
         return names if self.tiled else (names,)
 
@@ -234,9 +229,9 @@ gather_shards.defvjp(_gather_forward, _gather_backward)
 def reduce_scatter(x: jax.Array, partition: Partition, communication: Communication) -> jax.Array:
     """Returns this device's shard of the sum of x over the axes of the partition, in the communication dtype.
 
-    The sharded dimension is first moved outermost in memory. Along the innermost dimension, XLA:TPU would pad the
-    shards to 128 lanes and compute the last stage in full on every device (libtpu 0.0.51 for v5e, 2026-11-21). The rows
-    of a stack of matrices are scattered in place (v5p:4x4x4, v6e:8x8 and v5e:8x8, libtpu 0.0.51, 2026-11-24).
+    The sharded dimension is first moved outermost in memory. If it were innermost, XLA:TPU would pad the shards to 128
+    lanes and compute the whole last stage on every device (libtpu 0.0.51 for v5e, 2026-11-21). Rows of stacked matrices
+    do not need to be moved (v5p:4x4x4, v6e:8x8 and v5e:8x8, libtpu 0.0.51, 2026-11-24).
     """
     x = x.astype(communication.dtype)
     for dimension, names in partition:
@@ -261,13 +256,12 @@ def on_tpu(mesh: Mesh) -> bool:
 
 
 def pad_for_scatter(x: jax.Array) -> jax.Array:
-    """Returns x in a shape that XLA:TPU reduce-scatters along the first dimension. unpad() reverts the shape of a
-    shard.
+    """Returns x in a shape that XLA:TPU reduce-scatters along the first dimension. unpad() restores a shard.
 
-    XLA:TPU all-reduces some shapes instead, which sends twice the bytes. If the column tiles of a matrix cannot be
-    divided into equal groups of 16 to 150 (151,936 columns are 1,187 tiles, a prime), the matrix is padded by at most
-    15 tiles. A second-last dimension below the 8 rows of a tile, such as 4 heads, is merged with the last dimension.
-    (With one head the compiler fails on v5e:8x8: "not implemented for 2nd-minor compaction".)
+    XLA:TPU all-reduces other shapes, which sends twice the bytes. If the column tiles of a matrix cannot be divided
+    into equal groups of 16 to 150 tiles, the matrix is padded by at most 15 tiles. For example, 151,936 columns are
+    1,187 tiles, a prime number. A second-last dimension smaller than the 8 rows of a tile, such as 4 heads, is merged
+    with the last dimension. (With one head, compilation fails: "not implemented for 2nd-minor compaction", v5e:8x8.)
     """
     if x.ndim > 2 and x.shape[-2] < SUBLANES:
         x = x.reshape(len(x), -1)
@@ -291,15 +285,15 @@ def has_equal_groups(tiles: int) -> bool:
 def order_on_cpu(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns (x, w) unchanged. On CPUs, w waits for x. In the backward pass, x's gradient waits for w's gradient.
 
-    Otherwise XLA:CPU may start w's collective while the loop over the layers runs collectives. jax gives all of them
-    the same id, and simulated devices hang or abort (jax 0.10.2). XLA:CPU removes optimization barriers before it
-    orders collectives, but respects data dependencies.
+    Otherwise XLA:CPU may start the collective of w while collectives in the loop over layers run. JAX gives them
+    the same id, so simulated devices would hang or abort (jax 0.10.2). Optimization barriers do not help, because
+    XLA:CPU removes them before it orders collectives.
     """
     return x, wait_on_cpu(w, x)
 
 
 def wait_on_cpu(x: jax.Array, other: jax.Array) -> jax.Array:
-    """Returns x unchanged. On CPUs, x depends on the first element of `other`: the condition is never true."""
+    """Returns x unchanged. On CPUs, adds a data dependency on `other` by a condition that is never true."""
     depend = lambda x, other: jnp.where(jnp.isnan(jnp.nan_to_num(other.ravel()[0])), jnp.nan, x)
     return lax.platform_dependent(x, other, cpu=depend, default=lambda x, _: x)
 

@@ -178,13 +178,13 @@ def compiler_options(
     over_network: bool = False,
     saves_expert_outputs: bool = False,
 ) -> CompilerOptions:
-    """Returns the options of TABLE for these devices, overridden by `extra`, the options in the config.
+    """Returns the compiler options in TABLE for these devices, overridden by `extra`, the options in the config.
 
-    An option that XLA_FLAGS or LIBTPU_INIT_ARGS sets is omitted, because an option of the program would silently
-    override the variable. Options in `extra` do override variables, because the user sets them explicitly.
+    Options set in XLA_FLAGS or LIBTPU_INIT_ARGS are omitted, because compiler options would silently override these
+    variables. Options in `extra` do override the variables, because the user sets them explicitly.
 
-    prefetch_weights: whether to gather a layer's weights during the previous layer. XLA:TPU fails a check if a layer of
-    the loop contains a conditional or a loop (Gemma 3 on v5p:2x2x2, ring attention on v5p:4x4x4, libtpu 0.0.51,
+    prefetch_weights: whether to gather a layer's weights during the previous layer. XLA:TPU then fails a check if the
+    layer contains a conditional or a loop (Gemma 3 on v5p:2x2x2, ring attention on v5p:4x4x4, libtpu 0.0.51,
     2026-11-24). Experts are not prefetched, because a second copy of a layer's experts is large, and their matmuls are
     long enough to hide the next gather (docs/explanation/mixtures.md compares compiled programs). over_network: whether
     each layer's weights are gathered over the network between nodes. saves_expert_outputs: whether outputs of expert
@@ -203,21 +203,21 @@ def compiler_options(
 
 
 def fast_compile_options(platform: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Returns compiler_options of jax.jit with which a program that runs rarely compiles faster.
+    """Returns compiler_options for jax.jit that reduce the compile time of programs that run rarely.
 
-    LLVM's highest optimization level took 8 of the 11 CPU seconds to compile the initialization of the quick start,
-    with bitwise equal results (jax 0.10.2, AMD Zen 3, 2026-11-27). A level set in XLA_FLAGS is not changed.
+    Compiling the quick start's initialization took 11 CPU seconds, 8 of them for LLVM's highest optimization level.
+    Results are bitwise equal (jax 0.10.2, AMD Zen 3, 2026-11-27). A level set in XLA_FLAGS is not changed.
     """
     is_set = OPTIMIZATION_LEVEL in FLAG.findall(environment.get("XLA_FLAGS", ""))
     return {OPTIMIZATION_LEVEL: 2} if platform == "cpu" and not is_set else {}
 
 
 def check_options(extra: Mapping[str, Value], device: Device) -> None:
-    """Raises BadInput if XLA for this device rejects an option. Compiles a program of one scalar for each option."""
+    """Raises BadInput if XLA for this device rejects an option. Compiles a small program for each option."""
     for name, value in extra.items():
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(device))
         try:
             jax.jit(jnp.negative, compiler_options={name: value}).lower(scalar).compile()
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
-            raise BadInput(f"compiler.{name}={value}: XLA for {device.platform} rejects the option: {reason}") from None
+            raise BadInput(f"XLA for {device.platform} rejects compiler.{name}={value}: {reason}") from None

@@ -44,7 +44,7 @@ NO_COMPILER_OPTIONS = CompilerOptions({})
 
 
 class WindowLayers(NamedTuple):
-    """Numbers of layers with a sliding window and of all layers, for models with some windowed layers."""
+    """Number of layers with a sliding window, and number of all layers."""
 
     windowed: int
     total: int
@@ -76,7 +76,7 @@ BY_LENGTH = ("dynamic", "longrope")  # scalings whose frequencies depend on the 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Settings of the scaling of RoPE frequencies for contexts longer than in training."""
+    """Settings of RoPE frequency scaling, for contexts longer than in training."""
 
     name: RopeName = setting(
         "llama3",
@@ -124,7 +124,7 @@ class RopeScaling:
 
     def __post_init__(self):
         if self.factor < 1:
-            raise BadInput(f"factor={self.factor} must be at least 1; remove rope_scaling to disable it")
+            raise BadInput(f"factor={self.factor} must be at least 1; remove rope_scaling to disable scaling")
         for name in ("low_freq_factor", "beta_slow"):
             if getattr(self, name) <= 0:
                 raise BadInput(f"{name}={getattr(self, name)} must be above 0")
@@ -136,9 +136,9 @@ class RopeScaling:
             raise BadInput(f"beta_fast={self.beta_fast} must be at least beta_slow={self.beta_slow}")
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
             if (value := getattr(self, name)) is not None and value <= 0:
-                raise BadInput(f"{name}={value} must be above 0, or none")
+                raise BadInput(f"{name}={value} must be above 0; use none to unset it")
         if (self.mscale is None) != (self.mscale_all_dim is None):
-            raise BadInput("mscale and mscale_all_dim need each other; set both or neither")
+            raise BadInput("mscale and mscale_all_dim must be set together; set both or neither")
         for name in ("original_max_len", "row_len"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise BadInput(f"{name}={value} must be at least 1 token")
@@ -149,11 +149,11 @@ class RopeScaling:
         """Raises BadInput unless longrope has two lists of positive numbers of equal length."""
         if not self.short_factor or len(self.short_factor) != len(self.long_factor):
             raise BadInput(
-                f"short_factor has {len(self.short_factor)} numbers and long_factor {len(self.long_factor)}; longrope "
-                "needs head_dim / 2 of each"
+                f"short_factor has {len(self.short_factor)} numbers and long_factor has {len(self.long_factor)}; "
+                "with longrope, both must have head_dim / 2 numbers"
             )
         if min(*self.short_factor, *self.long_factor) <= 0:
-            raise BadInput("short_factor and long_factor must be above 0")
+            raise BadInput("all numbers in short_factor and long_factor must be above 0")
         if self.original_max_len < 2:
             raise BadInput("longrope divides by log(original_max_len); set original_max_len to at least 2 tokens")
 
@@ -193,9 +193,9 @@ class RouterConfig:
             raise BadInput(f"groups_chosen={self.groups_chosen} must be at least 1 and at most groups={self.groups}")
         size = number // self.groups
         if not 1 <= self.group_best <= size:
-            raise BadInput(f"group_best={self.group_best} must be at least 1 and at most the {size} experts of a group")
+            raise BadInput(f"group_best={self.group_best} must be at least 1 and at most {size}, the size of a group")
         if self.chosen > self.groups_chosen * size:
             raise BadInput(
-                f"chosen={self.chosen} is more than the {self.groups_chosen * size} experts of "
-                f"groups_chosen={self.groups_chosen}"
+                f"chosen={self.chosen} must be at most {self.groups_chosen * size}, the number of experts in "
+                f"groups_chosen={self.groups_chosen} groups"
             )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Device(Protocol):
-    """Attributes of jax.Device that are used. A type checker cannot use jax.Device, because jaxlib has no stubs."""
+    """Used attributes of jax.Device. Type checkers cannot use jax.Device itself, because jaxlib has no stubs."""
 
     id: int
     process_index: int
@@ -34,7 +34,7 @@ class Price(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Properties of an accelerator, per JAX device. None if no source was found."""
+    """Properties of an accelerator, per JAX device. None means that no source was found."""
 
     name: str
     peak_flops: float  # dense bfloat16 FLOP/s
@@ -61,7 +61,7 @@ class Chip:
     compute_capability: float | None = None  # NVIDIA GPUs only; source: developer.nvidia.com/cuda-gpus
 
     def num_hosts(self, num_devices: int) -> int:
-        """Returns the number of hosts (VMs) of one slice, or of full hosts of GPUs, with num_devices devices."""
+        """Returns the number of hosts (VMs) of a TPU slice with num_devices devices, or of full GPU hosts."""
         per_host = self.devices_per_host
         return 1 if num_devices <= max(per_host, self.single_host_devices) else -(-num_devices // per_host)
 
@@ -226,7 +226,7 @@ CPU_BFLOAT16 = {"amx_bf16": "AMX", "avx512_bf16": "AVX512_BF16"}  # CPU feature 
 def choose_compute_dtype(
     device: Device, environ: Mapping[str, str] = os.environ, cpu_features: Collection[str] | None = None
 ) -> DtypeChoice:
-    """Returns bfloat16 if the hardware multiplies it, else float16 on GPUs with float16 matrix units, else float32.
+    """Returns bfloat16 if the hardware supports it, else float16 on GPUs with float16 matrix units, else float32.
 
     device: an attached or ahead-of-time device. cpu_features: features of the CPU; None means those of this machine.
     """
@@ -246,7 +246,7 @@ def choose_compute_dtype(
 
 
 def cpu_compute_dtype(features: Collection[str], environ: Mapping[str, str]) -> DtypeChoice:
-    """Returns bfloat16 on a CPU with AMX-BF16 or AVX512-BF16 that XLA_FLAGS allow, else float32."""
+    """Returns bfloat16 if the CPU has AMX-BF16 or AVX512-BF16 and XLA_FLAGS do not exclude it, else float32."""
     found = [name for name in CPU_BFLOAT16 if name in features]
     limits = [name.upper() for name in MAX_ISA.findall(environ.get("XLA_FLAGS", ""))]  # the last flag applies
     allowed = XLA_CPU_ISAS.index(limits[-1]) if limits and limits[-1] in XLA_CPU_ISAS else len(XLA_CPU_ISAS)
@@ -280,7 +280,7 @@ def read_cpu_features(path: str = "/proc/cpuinfo") -> frozenset[str]:
 
 
 def host_memory_bytes() -> int:
-    """Returns the memory in bytes that this process may use, that of the machine or of its container."""
+    """Returns the memory limit of this process in bytes, from the machine or its container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

@@ -29,14 +29,14 @@ def check_host_memory(setting: str, mesh: Mesh) -> None:
 
 
 def on_host(shardings: Any, exclude: Callable[[str], bool] = lambda name: False) -> Any:
-    """Returns the shardings with host memory, except for scalars and leaves whose dotted name matches `exclude`."""
+    """Returns the shardings with host memory, except for scalars and leaves for which exclude(dotted name) is True."""
     dotted = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
     move = lambda path, one: one.with_memory_kind(HOST) if len(one.spec) and not exclude(dotted(path)) else one
     return jax.tree_util.tree_map_with_path(move, shardings)
 
 
 def is_on_host(x: Any) -> bool:
-    """Returns True for an array in host memory. For use inside jitted functions."""
+    """Returns True for an array in host memory. Works inside jitted functions."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
@@ -53,13 +53,12 @@ class Offloaded:
 
 
 def device_zeros(params: Any) -> Any:
-    """Returns zeros on the device to differentiate instead of offloaded parameters. XLA removes the zeros."""
+    """Returns zeros on the device, which are differentiated instead of offloaded parameters. XLA removes them."""
     return jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), params)
 
 
 def fetch_outside_blocks(params: dict, zeros: dict, stacks: Collection[str]) -> dict:
-    """Returns parameters for a model whose gather is make_fetching_gather(...). Parameters of `stacks` remain
-    offloaded, all others are copied to the device."""
+    """Copies parameters outside of `stacks` to the device. The others remain offloaded, for make_fetching_gather()."""
     offloaded = jax.tree.map(Offloaded, params, zeros)
     is_offloaded = lambda leaf: isinstance(leaf, Offloaded)
     fetched = lambda tree: jax.tree.map(lambda leaf: fetch(leaf.weight, leaf.zeros), tree, is_leaf=is_offloaded)
@@ -74,7 +73,7 @@ def make_fetching_gather(gather: Callable[..., jax.Array]) -> Callable[..., jax.
 
 @jax.custom_vjp
 def fetch(weight: jax.Array, zeros: jax.Array) -> jax.Array:
-    """Copies the weight to the device. The gradient is that of the zeros."""
+    """Copies the weight to the device. Its gradient is returned as the gradient of `zeros`."""
     return jax.device_put(weight, jax.memory.Space.Device)
 
 

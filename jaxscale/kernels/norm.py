@@ -46,7 +46,7 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 def inverse_rms(x32: jax.Array, eps: float) -> jax.Array:
     """Returns 1 / sqrt(mean(x**2) + eps), [..., 1].
 
-    The barrier prevents XLA:CPU from materialising the result and the scale with the shape of x.
+    The barrier prevents XLA:CPU from materializing the result and the scale in the shape of x.
     """
     return barrier_on_cpu(lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps))
 

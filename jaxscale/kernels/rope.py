@@ -43,14 +43,14 @@ def frequencies(head_dim: int, base: float, scaling: RopeScaling | None = None) 
 
 
 def llama3_ramp(freq_h: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Returns the unscaled fraction of each frequency, from 1 for high to 0 for low frequencies, as in Llama 3.1."""
+    """Returns the weight of each unscaled frequency, from 1 for high to 0 for low frequencies, as in Llama 3.1."""
     turns_h = scaling.original_max_len * freq_h / (2 * math.pi)  # full rotations within the original context
     unscaled_h = (turns_h - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return np.clip(unscaled_h, 0.0, 1.0)
 
 
 def yarn_ramp(head_dim: int, base: float, scaling: RopeScaling) -> np.ndarray:
-    """Returns the unscaled fraction of each frequency in YaRN, linear in the pair (arXiv:2309.00071, section 3.2)."""
+    """Returns the weight of each unscaled frequency in YaRN, linear in its index (arXiv:2309.00071, section 3.2)."""
 
     def pair_index(turns: float) -> float:
         """Returns the index of the pair with this number of rotations within the original context."""
@@ -65,9 +65,9 @@ def yarn_ramp(head_dim: int, base: float, scaling: RopeScaling) -> np.ndarray:
 
 
 def dynamic_ntk_base(head_dim: int, base: float, scaling: RopeScaling) -> float:
-    """Returns RoPE's theta for sequences of longest_row tokens by dynamic NTK scaling; `base` up to original_max_len.
+    """Returns the RoPE base for sequences of longest_row tokens with dynamic NTK scaling.
 
-    transformers uses the longest sequence of each batch instead, so that results depend on the other sequences.
+    transformers uses the longest sequence in each batch instead, so results depend on the other sequences.
     """
     assert scaling.longest_row is not None  # dynamic is in BY_LENGTH
     ratio = scaling.factor * scaling.longest_row / scaling.original_max_len - (scaling.factor - 1)
@@ -75,13 +75,13 @@ def dynamic_ntk_base(head_dim: int, base: float, scaling: RopeScaling) -> float:
 
 
 def longrope_factors(scaling: RopeScaling) -> tuple[float, ...]:
-    """Returns longrope's divisors for longest_row tokens. transformers uses the longest sequence of each batch."""
+    """Returns the longrope divisors for longest_row tokens. transformers uses the longest sequence in each batch."""
     assert scaling.longest_row is not None  # longrope is in BY_LENGTH
     return scaling.long_factor if scaling.longest_row > scaling.original_max_len else scaling.short_factor
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:
-    """Returns the factor of queries and keys, 1 except for yarn (arXiv:2309.00071, section 3.4) and longrope."""
+    """Returns the factor for queries and keys, 1 except with yarn (arXiv:2309.00071, section 3.4) and longrope."""
     if scaling is None or scaling.name not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
@@ -99,7 +99,7 @@ def yarn_mscale(scaling: RopeScaling, weight: float) -> float:
 
 
 def latent_logit_scale(scaling: RopeScaling | None) -> float:
-    """Returns the factor of all logits of latent attention, which is 1 without mscale_all_dim."""
+    """Returns the factor for logits of latent attention, which is 1 without mscale_all_dim."""
     if scaling is None or scaling.name != "yarn" or scaling.mscale_all_dim is None or scaling.attention_factor:
         return 1.0
     return yarn_mscale(scaling, scaling.mscale_all_dim) ** 2
@@ -122,11 +122,11 @@ def rotate(x_BTNH: jax.Array, rotation: Rotation) -> jax.Array:
 
 
 def rotate_on_tpu(x_BTNH: jax.Array, rotation: Rotation) -> jax.Array:
-    """Returns the bitwise result of rotate(), in one pass over x for bfloat16.
+    """Returns a result bitwise equal to rotate(), in one pass over x for bfloat16.
 
-    Whole heads fill the lanes of a TPU, halves do not. With halves XLA:TPU also leaves x in float32, which doubles the
-    time of the preceding projection. XLA's estimate for projection and rotation of a 7B's queries, 12 rows of 4096 on
-    v6e, is 8.3 million cycles instead of 12.4 (jax 0.12.0.1, libtpu 0.0.51, 2026-11-23).
+    Whole heads fill the lanes of a TPU, but halves do not. With halves, XLA:TPU keeps x in float32, which doubles the
+    time of the preceding projection. For the queries of a 7B model and 12 sequences of 4096 on v6e, XLA's estimate is
+    8.3 million cycles instead of 12.4 million (jax 0.12.0.1, libtpu 0.0.51, 2026-11-23).
     """
     return _rotate(rotate_halves if x_BTNH.dtype == jnp.float32 else rotate_by_matmul, x_BTNH, rotation)
 

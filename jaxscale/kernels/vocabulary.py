@@ -71,7 +71,7 @@ def token_nats_and_greedy(
 def map_chunks(
     f: Callable, h_BTD: jax.Array, w_DV: jax.Array, targets_BT: jax.Array, cfg: LossSettings
 ) -> tuple[jax.Array, jax.Array]:
-    """Maps f(logits_BcV, local_ids_Bc) -> two arrays [B, c] over chunks. Returns two arrays [B, T]."""
+    """Applies f(logits_BcV, local_ids_Bc) to each chunk. Concatenates its two results [B, c] to two arrays [B, T]."""
     w_DV = w_DV.astype(h_BTD.dtype)
 
     def one_chunk(chunk):
@@ -91,10 +91,10 @@ def summed_cross_entropy(
     weights_BT: jax.Array,
     cfg: LossSettings,
 ) -> LossSums:
-    """Returns sums over all tokens. targets and weights have no gradient.
+    """Returns the sums over all tokens. No gradients are computed for targets and weights.
 
-    Under differentiation the forward pass computes the gradients of h and w from each chunk's logits, so that logits
-    are computed once. The gradient of w is accumulated in float32. If w is sharded, the gradient of h is a partial sum.
+    Under differentiation, the forward pass also computes the gradients of h and w, so that logits are computed once.
+    The gradient of w is accumulated in float32. If w is sharded, the gradient of h is a partial sum.
     """
     total, *sums = _summed(cfg, h_BTD, w_DV, targets_BT, weights_BT)
     return LossSums(total, *jax.tree.map(lax.stop_gradient, sums))
@@ -156,7 +156,7 @@ def float16_scale(dtype: jnp.dtype) -> float:
 
 
 def chunk_logits(h_BcD: jax.Array, w_DV: jax.Array, softcap: float | None) -> jax.Array:
-    """Returns the logits of one chunk, float32 [B, c, V], by a matmul of two matrices, which is fast on CPUs."""
+    """Returns the logits of one chunk, float32 [B, c, V]. The matmul merges B and c, which is faster on CPUs."""
     B, c, D = h_BcD.shape
     logits_BcV = jnp.matmul(h_BcD.reshape(-1, D), w_DV, preferred_element_type=F32).reshape(B, c, -1)
     logits_BcV = barrier_on_cpu(logits_BcV)
@@ -164,7 +164,7 @@ def chunk_logits(h_BcD: jax.Array, w_DV: jax.Array, softcap: float | None) -> ja
 
 
 def chunk_nats(logits_BcV: jax.Array, local_ids_Bc: jax.Array, tensor: TensorAxis) -> tuple[jax.Array, jax.Array]:
-    """Returns (cross-entropy, logsumexp), each float32 [B, c]. local_ids_Bc: columns of the targets, V if remote."""
+    """Returns (cross-entropy, logsumexp), each float32 [B, c]. local_ids_Bc: target columns; V for remote columns."""
     max_Bc1 = tensor.vocab_max(jnp.max(logits_BcV, axis=-1, keepdims=True))
     lse_Bc = jnp.log(tensor.vocab_sum(jnp.sum(jnp.exp(logits_BcV - max_Bc1), axis=-1))) + max_Bc1[..., 0]
     missing = 0.0 if tensor.vocab_axes else jnp.nan
@@ -188,7 +188,7 @@ def merge_chunks(x_nBc: jax.Array, length: int) -> jax.Array:
 
 
 def lookup_sharded(table_VD: jax.Array, ids_BT: jax.Array, dtype: Any, tensor: TensorAxis) -> jax.Array:
-    """Returns lookup() of local positions in a table whose rows are sharded over the tensor axis."""
+    """Same as lookup() for a table with sharded rows. Each device returns its local positions."""
     if not tensor.vocab_axes:
         return lookup(table_VD, ids_BT, dtype)
     return tensor.reduce_scatter_lookup(lookup(table_VD, tensor.local_ids(ids_BT, table_VD.shape[0]), dtype, 0.0))
@@ -196,7 +196,7 @@ def lookup_sharded(table_VD: jax.Array, ids_BT: jax.Array, dtype: Any, tensor: T
 
 @functools.partial(custom_vjp, nondiff_argnums=(2, 3))
 def lookup(table_VD: jax.Array, ids_BT: jax.Array, dtype: Any, missing: float = math.nan) -> jax.Array:
-    """Returns rows of the table, dtype[B, T, D], or `missing` for ids out of range. Gradients are summed in float32."""
+    """Returns table rows, dtype[B, T, D], with `missing` for ids out of range. Sums the gradients in float32."""
     return jnp.take(table_VD.astype(dtype), ids_BT, axis=0, fill_value=missing)
 
 

@@ -35,8 +35,8 @@ def resolve_dtypes(
 ) -> tuple[RunConfig, tuple[Resolved, ...]]:
     """Returns (config without 'auto', dtype of each setting that was 'auto').
 
-    choice: result of choose_compute_dtype() for the devices. recorded: config of a run, whose dtypes take precedence.
-    source: name of that run, for the reason.
+    choice: result of choose_compute_dtype() for the devices. recorded: config of a run whose dtypes take precedence.
+    source: name of this run in Resolved.reason.
     """
     resolved = []
     if cfg.model.compute_dtype == AUTO:
@@ -55,7 +55,7 @@ def resolve_dtypes(
 def from_record(
     name: str, recorded: Mapping[str, Any] | None, source: str, choice: DtypeChoice | None = None
 ) -> Resolved | None:
-    """Returns the recorded dtype of a setting, or None. choice: default dtype on this hardware."""
+    """Returns the recorded dtype of a setting, or None if it is not recorded. choice: default on this hardware."""
     dtype = schema.look_up(recorded or {}, name)
     if dtype is dataclasses.MISSING or dtype == AUTO:
         return None
@@ -71,7 +71,7 @@ def from_record(
 def device_dtypes(
     cfg: RunConfig, device: Device, recorded: Mapping[str, Any] | None = None
 ) -> tuple[RunConfig, tuple[Resolved, ...]]:
-    """Resolves dtypes for an attached or ahead-of-time device. recorded: config of a run that resumes."""
+    """Same as resolve_dtypes(), for an attached device or a compile-only device. recorded: config of a resumed run."""
     return resolve_dtypes(cfg, choose_compute_dtype(device), recorded, "the run") if is_auto(cfg) else (cfg, ())
 
 

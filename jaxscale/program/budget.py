@@ -55,11 +55,11 @@ class Budget:
         )
 
     def batches(self, row_tokens: int) -> units.BatchSizes:
-        """Returns the number of rows in each batch, for rows of row_tokens tokens."""
+        """Returns the number of sequences in each batch, for sequences of `row_tokens` tokens."""
         return units.recorded_sizes(dataclasses.asdict(self), row_tokens)
 
     def row_tokens(self, seq_len: int) -> units.BatchSizes:
-        """Returns the tokens per row of each batch. seq_len: tokens per row of the data."""
+        """Returns the sequence length of each batch. seq_len: the length after or without a ramp."""
         return recorded_rows(dataclasses.asdict(self), seq_len)
 
     @property
@@ -75,7 +75,7 @@ class Budget:
 def resolve_budget(cfg: RunConfig, epoch_tokens: int | None, position: Position = BEGINNING) -> Budget:
     """Returns the budget of a run. Raises BadInput for contradictory settings.
 
-    epoch_tokens: tokens of one pass over the data, or None if unknown. position: where the run resumes.
+    epoch_tokens: tokens in one pass over the data, or None if unknown. position: position at which the run resumes.
     """
     finished = position.finished
     batch = cfg.tokens_per_step
@@ -91,7 +91,7 @@ def resolve_budget(cfg: RunConfig, epoch_tokens: int | None, position: Position 
     if unit == "steps":
         warmup_steps = math.ceil(number)
     if total_steps < 1:
-        raise BadInput(f"train_tokens={cfg.train_tokens} is less than one token; use at least a step, {batch} tokens")
+        raise BadInput(f"train_tokens={cfg.train_tokens} is less than one token; use at least {batch} (one step)")
     if warmup_steps > max(total_steps, position.steps_done):
         raise BadInput(f"optim.warmup_tokens={cfg.optim.warmup_tokens} must be at most train_tokens={cfg.train_tokens}")
     known |= dict(train_tokens=train_tokens)
@@ -113,33 +113,33 @@ def resolve_sizes(cfg: RunConfig, **known: Any) -> units.BatchSizes:
     try:
         return units.BatchSizes.growing(list(zip(cfg.ramp_tokens, ends)), cfg.tokens_per_step)
     except BadInput as error:
-        raise BadInput(f"batch_ramp, in tokens: {error}; use later ends, or remove that size") from None
+        raise BadInput(f"batch_ramp (sizes and ends in tokens): {error}; use later ends, or remove that size") from None
 
 
 def resolve_rows(cfg: RunConfig, sizes: units.BatchSizes, **known: Any) -> tuple[tuple[int, int], ...]:
-    """Returns (first batch, tokens per row) of each length in seq_len_ramp, rounded up to whole batches.
+    """Returns (first batch, sequence length) of each stage of seq_len_ramp. Stages end at whole batches.
 
-    sizes: batch sizes in tokens. Raises BadInput for a length that no batch has.
+    sizes: batch sizes in tokens. Raises BadInput if a length is never used.
     """
     ends = [units.resolve("seq_len_ramp", until, **known) for _, until in cfg.seq_len_ramp]
     begins = [0, *map(sizes.holding, ends)]
     for (length, until), begin, end in zip(cfg.seq_len_ramp, begins, begins[1:]):
         if end <= begin:
             raise BadInput(
-                f"seq_len_ramp: no batch has rows of {length} tokens, because {until} is batch {end}, but the previous "
-                f"length ends at batch {begin}; use a later end, or remove that length"
+                f"seq_len_ramp: length {length} is never used, because it ends at {until}, which is batch {end}, and "
+                f"the previous length ends at batch {begin}; use a later end, or remove this length"
             )
     return tuple(zip(begins, (*(length for length, _ in cfg.seq_len_ramp), cfg.seq_len))) if ends else ()
 
 
 def recorded_rows(budget: Mapping[str, Any], seq_len: int) -> units.BatchSizes:
-    """Returns the tokens per row of each batch, from a recorded budget. seq_len: tokens per row of the data."""
+    """Returns the sequence length of each batch from a recorded budget. seq_len: the length without a ramp."""
     stages = tuple((int(first), int(length)) for first, length in budget.get("seq_len_ramp") or ())
     return units.BatchSizes(stages or ((0, seq_len),))
 
 
 class BatchStage(NamedTuple):
-    """A range of batches of equal size and row length, between changes by batch_ramp and seq_len_ramp."""
+    """A range of batches with the same batch size and sequence length."""
 
     first: int  # first batch
     stop: int | None  # first batch of the next stage; None for the last stage
@@ -148,7 +148,7 @@ class BatchStage(NamedTuple):
 
 
 def batch_stages(budget: Budget, seq_len: int) -> list[BatchStage]:
-    """Returns all stages of a run in order. The last stage has the largest batches and the longest rows."""
+    """Returns all stages of a run in order. The last stage has the largest batches and the longest sequences."""
     sizes, rows = budget.batches(1), budget.row_tokens(seq_len)
     firsts = sorted({first for first, _ in (*sizes.stages, *rows.stages)})
     stops = [*firsts[1:], None]
@@ -158,7 +158,7 @@ def batch_stages(budget: Budget, seq_len: int) -> list[BatchStage]:
 def remaining_stages(
     budget: Budget, seq_len: int, next_batch: int = 0, skipped: Sequence[tuple[int, int]] = ()
 ) -> list[BatchStage]:
-    """Returns the stages with batches to train on, beginning at `next_batch`. skipped: ranges of skipped batches."""
+    """Returns the stages that still have batches to train on, from `next_batch` on. skipped: batch ranges to skip."""
 
     def remains(stage: BatchStage) -> bool:
         batch = max(stage.first, next_batch)
@@ -170,19 +170,20 @@ def remaining_stages(
 
 
 def batch_sizes(configs: Sequence[RunConfig]) -> str:
-    """Returns '2 programs, each compiled when the run reaches it: 8 rows of 64 tokens in ...', or '' for one program.
+    """Returns a line that lists the batch sizes of the programs of a run, or '' for a single program.
 
-    configs: config of each program of a run, in the order of stages.
+    configs: config of each program, in the order of stages.
     """
     sizes = [
-        f"{cfg.rows_per_step} rows of {cfg.seq_len} tokens in {units.plural(cfg.train.num_microbatches, 'microbatch')}"
+        f"{cfg.rows_per_step} sequences of {cfg.seq_len} tokens in "
+        f"{units.plural(cfg.train.num_microbatches, 'microbatch')}"
         for cfg in configs
     ]
     return f"{len(sizes)} programs, each compiled when the run reaches it: {', '.join(sizes)}" if sizes[1:] else ""
 
 
 def train_flops(cfg: RunConfig, budget: Budget) -> float:
-    """Returns the floating-point operations of the run, for the row length of each batch."""
+    """Returns the floating-point operations of the whole run, including the stages of its ramps."""
     stages = batch_stages(budget, cfg.seq_len)
     begins = [budget.tokens_of(min(stage.first, budget.total_steps)) for stage in stages]
     begins.append(budget.tokens_of(budget.total_steps))
@@ -191,12 +192,12 @@ def train_flops(cfg: RunConfig, budget: Budget) -> float:
 
 
 def schedule_steps(budget: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments of optim_schedule() from a budget, which an earlier version may have recorded."""
+    """Returns the arguments of optim_schedule() from a recorded budget, which may lack fields of later versions."""
     return {name: budget[name] for name in SCHEDULE_STEPS if name in budget}
 
 
 def resolve_decay_start(optim: OptimConfig, sizes: units.BatchSizes, total_steps: int, **known: Any) -> int | None:
-    """Returns the first step of the decay set by optim.decay_tokens. Raises BadInput if the run is shorter."""
+    """Returns the first step of the decay set by optim.decay_tokens, or None. Raises BadInput if it exceeds the run."""
     if optim.decay != "wsd" or optim.decay_tokens is None:
         return None
     tokens = units.resolve("optim.decay_tokens", optim.decay_tokens, **known)
@@ -204,7 +205,7 @@ def resolve_decay_start(optim: OptimConfig, sizes: units.BatchSizes, total_steps
     start = sizes.find(before)[0] if before >= 0 else -1
     if not 0 <= start < total_steps:
         raise BadInput(
-            f"optim.decay_tokens={optim.decay_tokens} must be above 0 and at most train_tokens ({total_steps} steps)"
+            f"optim.decay_tokens={optim.decay_tokens} must be above 0 and not exceed the run ({total_steps} steps)"
         )
     return start
 
@@ -217,7 +218,7 @@ def decay_steps(optim: OptimConfig, total_steps: int, **known: Any) -> int:
 
 
 def decay_begin(optim: OptimConfig, total_steps: int, decay_start: int | None) -> int | None:
-    """Returns the first step of the decay after a stable learning rate, or None. decay_start: from the budget."""
+    """Returns the first decay step of a wsd schedule, or None for other schedules. decay_start: Budget.decay_start."""
     if decay_start is not None or optim.decay != "wsd":
         return decay_start
     return total_steps - round(optim.decay_fraction * total_steps)
@@ -226,9 +227,9 @@ def decay_begin(optim: OptimConfig, total_steps: int, decay_start: int | None) -
 def resolve_factors(
     optim: OptimConfig, sizes: units.BatchSizes, steps_done: int, **known: Any
 ) -> tuple[tuple[int, float], ...]:
-    """Returns (first step, factor) of optim.factors of a piecewise schedule.
+    """Returns (first step, factor) of each entry of optim.factors, or () if the schedule is not piecewise.
 
-    Raises BadInput unless the steps after `steps_done` increase. The last of the earlier steps applies.
+    Raises BadInput unless the first steps after `steps_done` increase. Of the earlier entries, the last one applies.
     """
     if optim.decay != "piecewise":
         return ()
@@ -237,8 +238,8 @@ def resolve_factors(
     ahead = begins[next((at for at, begin in enumerate(begins) if begin > steps_done), len(begins)) :]
     if ahead != sorted(set(ahead)):
         raise BadInput(
-            f"optim.factors={', '.join(optim.factors)} start after {', '.join(map(str, begins))} steps of this run, "
-            "but must be in increasing order; reorder them, or remove one"
+            f"optim.factors={', '.join(optim.factors)} start at steps {', '.join(map(str, begins))} of this run, "
+            "which must increase; reorder the factors, or remove one"
         )
     return tuple((begin, factor) for begin, (_, factor) in zip(begins, optim.parse_factors()))
 

@@ -22,12 +22,12 @@ def check_options_known(cfg: RunConfig, model: ShardedModel) -> None:
 
 
 def check_moments(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput unless the mesh divides every array of the optimizer. shard_model() checks the parameters."""
+    """Raises BadInput unless the mesh divides all optimizer arrays. shard_model() checks the parameters."""
     check_fits(model, model.plan.rules.moments)
 
 
 def check_offload(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput if the config offloads and the devices have no host memory space."""
+    """Raises BadInput if the config offloads arrays to host memory that the devices cannot access."""
     for setting in OFFLOADED:
         if getattr(cfg.optim, setting):
             check_host_memory(f"optim.{setting}=true", model.mesh)
@@ -49,9 +49,9 @@ def check_positions(cfg: RunConfig, model: ShardedModel) -> None:
     made_rows = lengths.row != cfg.seq_len or lengths.encoder is not None
     if made_rows and any((length or 0) % multiple for length in lengths[:2]):
         raise BadInput(
-            f"data.objective makes rows of {' and '.join(str(length) for length in lengths[:2] if length)} tokens, "
-            f"not multiples of {sharing}, over which positions are sharded; use data.objective.multiple_of={multiple}, "
-            "or a different mesh"
+            f"data.objective makes sequences of {' and '.join(str(length) for length in lengths[:2] if length)} "
+            f"tokens, but each length must be a multiple of {sharing}, over which positions are sharded; use "
+            f"data.objective.multiple_of={multiple}, or a different mesh"
         )
     if not made_rows and cfg.seq_len % multiple:
         fitting = cfg.seq_len // multiple * multiple
@@ -62,28 +62,28 @@ def check_positions(cfg: RunConfig, model: ShardedModel) -> None:
 
 
 def check_microbatches(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput unless the mesh divides the rows of each microbatch.
+    """Raises BadInput unless the mesh divides the number of sequences in each microbatch.
 
-    XLA would compile a program for uneven rows, but with copies of whole activations between devices at every layer.
+    Otherwise XLA would compile a program that copies whole activations between devices in every layer.
     """
     rows, parts = cfg.rows_per_step, cfg.train.num_microbatches
     shards = axis_size("act_batch", model.plan.rules.params, model.mesh.shape)
     if rows // parts % shards:
         valid = [part for part in units.divisors(rows) if rows // part % shards == 0]
-        fix = f"use {units.or_list(valid)}" if valid else "use fewer devices on data and fsdp"
+        fix = f"use {units.or_list(valid)}" if valid else "reduce mesh.data or mesh.fsdp"
         raise BadInput(
-            f"train.num_microbatches={parts} leaves {rows // parts} rows for {shards} batch shards (mesh data x fsdp); "
-            f"{fix}, or a batch of {parts * shards} rows ({parts * shards * cfg.seq_len} tokens)"
+            f"train.num_microbatches={parts} leaves {rows // parts} sequences for {shards} batch shards (data x fsdp); "
+            f"{fix}, or a batch of {parts * shards} sequences ({parts * shards * cfg.seq_len} tokens)"
         )
 
 
 def check_vocabulary(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput unless the stages divide a sharded vocabulary. check_fits() checks stored shards."""
+    """Raises BadInput unless pipeline x tensor divides the vocabulary, if it is sharded over both axes."""
     parts = model.plan.pipeline.size * model.plan.tensor.size
     if model.plan.pipeline.shards_vocab and cfg.model.vocab_size % parts:
         raise BadInput(
-            f"model.vocab_size={cfg.model.vocab_size} is not a multiple of the {parts} devices of tensor x pipeline, "
-            "over which it is sharded; use pipeline.head='whole', or a larger vocabulary"
+            f"model.vocab_size={cfg.model.vocab_size} must be a multiple of {parts} (tensor x pipeline), over which "
+            "the vocabulary is sharded; use pipeline.head='whole', or a larger vocabulary"
         )
 
 
@@ -93,7 +93,7 @@ def check_capacity(cfg: RunConfig, model: ShardedModel) -> None:
     if factor and model.plan.context.size > 1:
         raise BadInput(
             f"mesh.context={model.plan.context.size} does not support model.experts.capacity_factor={factor}, "
-            "because expert capacity is counted over whole sequences; set capacity_factor=0, or mesh.context=1"
+            "because expert capacity applies to whole sequences; set capacity_factor=0, or mesh.context=1"
         )
 
 
@@ -104,14 +104,14 @@ def check_statistics(cfg: RunConfig, model: ShardedModel) -> None:
     shards = math.prod(model.mesh.shape[axis] for axis in ("pipeline", "data", "fsdp"))
     if cfg.rows_per_step % shards:
         raise BadInput(
-            f"monitor.statistics_every_steps needs rows for all {shards} devices of pipeline x data x fsdp, but a "
-            f"batch has {cfg.rows_per_step}; use a multiple of {shards} rows, or set the interval to 0"
+            f"monitor.statistics_every_steps requires that {shards} (mesh pipeline x data x fsdp) divides the batch of "
+            f"{cfg.rows_per_step} sequences; use a multiple of {shards} sequences, or set the interval to 0"
         )
     moments = NO_PIPELINE_AXIS.rules(RULES[cfg.rules]).moments
     if uneven := check_divides(model.shapes, model.axes, moments, model.mesh.shape):
         raise BadInput(
-            f"monitor.statistics_every_steps needs a mesh that divides all arrays, but {'; '.join(uneven)}; use "
-            "a mesh that divides them, or set the interval to 0"
+            f"monitor.statistics_every_steps requires a mesh that divides all arrays, but {'; '.join(uneven)}; use "
+            "a different mesh, or set the interval to 0"
         )
 
 
@@ -120,7 +120,7 @@ def check_ring(cfg: RunConfig, model: ShardedModel) -> None:
     if cfg.optim.qk_clip is not None and model.plan.context_exchange.name == "ring":
         raise BadInput(
             f"optim.qk_clip={cfg.optim.qk_clip:g} needs all keys of a sequence on each device, but ring attention with "
-            f"mesh.context={model.plan.context.size} shards them; use context.attention='gather' or 'ulysses', or "
+            f"mesh.context={model.plan.context.size} shards the keys; use context.attention='gather' or 'ulysses', or "
             "optim.qk_clip=null"
         )
 

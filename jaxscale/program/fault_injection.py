@@ -30,7 +30,7 @@ class CorruptedGradients(Gradients):
 
 
 def make_gradients(**fields: Any) -> Gradients:
-    """Returns Gradients with these fields, and with the fault that JAXSCALE_SPOIL_GRADIENT selects, if any."""
+    """Returns Gradients(**fields), or CorruptedGradients if JAXSCALE_SPOIL_GRADIENT selects a fault."""
     fault = faults.corrupt_gradient()
     return Gradients(**fields) if fault is None else CorruptedGradients(**fields, fault=fault)
 

@@ -27,9 +27,9 @@ UNCOUNTED = 10**12  # tokens per epoch of data that is not read; the compiled st
 def fitting_program(
     cfg: RunConfig, devices: Sequence[Any], budget: Budget | None = None, position: Position = BEGINNING
 ) -> Program:
-    """Returns the program with its remaining ramp stages. Raises BadInput, with the flags of a valid mesh if any.
+    """Returns the program of a run. Raises BadInput if the mesh is invalid, and suggests a valid mesh if it finds one.
 
-    budget: budget of the run, or None for data with unknown token counts. position: where the run resumes.
+    budget: budget of the run; None if the data size is unknown. position: position at which the run resumes.
     """
     cfg = for_device(cfg, devices[0])
 
@@ -47,7 +47,7 @@ def fitting_program(
 
 
 def suggest_mesh(cfg: RunConfig, devices: Sequence[Any], make: Callable[[RunConfig], Program]) -> str:
-    """Returns text with the flags of a mesh that `make` accepts, or ''. Changes only data, fsdp and tensor."""
+    """Returns the flags of a mesh that `make` accepts, or ''. Changes only data, fsdp, tensor and the batch."""
 
     def preference(candidate: RunConfig) -> tuple[float, ...]:
         # unchanged batch, smallest tensor axis, closest batch, most sharded state
@@ -70,7 +70,7 @@ def suggest_mesh(cfg: RunConfig, devices: Sequence[Any], make: Callable[[RunConf
         batch = ""
         if candidate.rows_per_step != cfg.rows_per_step:
             changed["batch_tokens"] = candidate.tokens_per_step
-            batch = f" (changes the batch from {cfg.rows_per_step:,} to {candidate.rows_per_step:,} rows)"
+            batch = f" (changes the batch from {cfg.rows_per_step:,} to {candidate.rows_per_step:,} sequences)"
         if candidate.train.num_microbatches != cfg.train.num_microbatches:
             changed["train.num_microbatches"] = candidate.train.num_microbatches
         flags = " ".join(f"--config.{name}={value}" for name, value in changed.items())
@@ -79,7 +79,7 @@ def suggest_mesh(cfg: RunConfig, devices: Sequence[Any], make: Callable[[RunConf
 
 
 def candidate_configs(cfg: RunConfig, alone: ShardedModel, num_devices: int) -> Iterator[RunConfig]:
-    """Yields the config for each mesh that divides it, with the closest batch size. alone: model on one device."""
+    """Yields a config for each mesh that divides the model, with the nearest batch size. alone: model on one device."""
     others = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES if axis not in ("data", "fsdp", "tensor")}
     other_devices = math.prod(others.values())
     if other_devices < 1 or num_devices % other_devices:

@@ -22,11 +22,11 @@ DATA = "data: "  # prefix of problems with the data
 
 
 def check_machine(cfg: RunConfig, begun: bool = False) -> None:
-    """Raises Stop if this config cannot run on the devices of this process. Has one line per problem, with the fix.
+    """Raises Stop if this config cannot run on the devices of this process. The message lists all problems and fixes.
 
-    The exit code is DATA_MISMATCH if all problems are about data and the run or its origin has `begun`, else NO_GO if
-    memory is among the problems, else BAD_INPUT. Ramps and warmup of a run that has begun may be over, so
-    runtime.run.opening checks them.
+    begun: True if the run, or the run from which it branches, has started. The exit code is NO_GO if memory is
+    insufficient, DATA_MISMATCH if `begun` and all problems are about data, else BAD_INPUT. If `begun`, ramps and
+    warmup are not checked here, because they may be complete; runtime.run.opening checks them.
     """
     if begun or cfg.init.what == "run":
         cfg = dataclasses.replace(
@@ -65,7 +65,7 @@ def find_problems(cfg: RunConfig, devices: list[Device]) -> tuple[list[str], boo
 
 
 def check_hosts() -> list[str]:
-    """Returns signs that this process is one of several but runs alone. All would train into the same folder."""
+    """Returns a problem if several processes were launched but not connected. All would write to the same folder."""
     if jax.process_count() > 1:
         return []
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
@@ -77,7 +77,7 @@ def check_hosts() -> list[str]:
 
 
 def check_kernels(model: AnyModelConfig, platform: str, *, prefix: bool = False) -> list[str]:
-    """Returns problems with settings of the model on this platform. prefix: whether sequences have a prefix."""
+    """Returns model settings that this platform does not support. prefix: sequences have a bidirectional prefix."""
     findings = []
     if model.matmul_precision == "tf32" and platform != "gpu":
         findings.append(
@@ -91,7 +91,7 @@ def check_kernels(model: AnyModelConfig, platform: str, *, prefix: bool = False)
 
 
 def device_bytes(devices: list[Device]) -> int | None:
-    """Returns the memory of one device, or None. Simulated CPU devices share the memory of the machine."""
+    """Returns the memory of one device in bytes, or None. Simulated CPU devices share the memory of the machine."""
     device = next((device for device in devices if device in jax.local_devices()), devices[0])  # an addressable one
     if device.platform == "cpu":
         return host_memory_bytes() // len(jax.local_devices())
@@ -101,7 +101,7 @@ def device_bytes(devices: list[Device]) -> int | None:
 
 
 def memory_problem(need: MemoryNeed, available: int, devices: list[Device], smallest: int, remat: str) -> str:
-    """Returns a line with required and available memory and the fix. smallest: devices that the sharded state fills."""
+    """Returns the error message, with a fix. smallest: number of devices that the sharded state would fill."""
     line = (
         f"memory: the state needs {units.size(need.state)} per device (parameters {units.size(need.params)}, moments "
         f"{units.size(need.moments)}, gradients {units.size(need.grads)})"

@@ -75,7 +75,7 @@ class MemoryNeed:
 
 
 def memory_need(program: Program) -> MemoryNeed:
-    """Returns bytes per device at the peak of a step: float32 parameters, moments, gradients, and activations."""
+    """Returns the peak bytes per device in a training step: parameters, moments, gradients and activations."""
     state = program.abstract_state
     params = shard_bytes(state.params)
     # Upper bound. Gradients of a microbatch are sharded like the parameters or over more devices, and not offloaded.
@@ -95,7 +95,7 @@ def memory_need(program: Program) -> MemoryNeed:
 
 
 def memory_lower_bound(cfg: RunConfig, num_devices: int) -> MemoryNeed:
-    """Returns a lower bound for an invalid mesh, the state sharded evenly over all devices."""
+    """Returns a lower bound for any mesh: the bytes of the state if it is sharded evenly over all devices."""
     params = F32 * cfg.model.num_params // num_devices
     has_momentum = cfg.optim.name != "sgd" or cfg.optim.b1 > 0
     if cfg.lora.on:
@@ -111,7 +111,7 @@ def shard_shapes(abstract: Any, on_host: bool = False) -> list[tuple[tuple[int, 
 
 
 def shard_bytes(abstract: Any, on_host: bool = False) -> int:
-    """Returns the bytes per device of a tree of ShapeDtypeStructs, in device memory or in host memory."""
+    """Returns the bytes per device of a tree of ShapeDtypeStructs in device memory, or in host memory if `on_host`."""
     return sum(size * math.prod(shape) for shape, size in shard_shapes(abstract, on_host))
 
 
@@ -121,13 +121,12 @@ def host_bytes(abstract: Any) -> int:
 
 
 def padding_bytes(abstract: Any) -> int:
-    """Returns the bytes per device that TPU tiling adds to a tree of ShapeDtypeStructs, without host memory."""
+    """Returns the bytes per device that TPU tiling adds to a tree of ShapeDtypeStructs in device memory."""
     return sum(tiled_bytes(shape, size, tpu=True) - size * math.prod(shape) for shape, size in shard_shapes(abstract))
 
 
 class StageElements(NamedTuple):
-    """Elements per device during a pipelined step. Arrays are gathered, except over tensor and pipeline, and over
-    experts to which rows are sent."""
+    """Number of array elements per device in a pipelined step, sharded only over tensor, pipeline and expert."""
 
     layers: int  # elements of layers, without experts
     experts: int
@@ -135,7 +134,7 @@ class StageElements(NamedTuple):
 
 
 def stage_elements(program: Program, tree: Any) -> StageElements:
-    """Returns the elements of a stage's arrays. tree: arrays with the structure of the parameters."""
+    """Returns the number of elements in the arrays of one stage. tree: pytree with the structure of the parameters."""
     plan, sizes = program.plan, {"layers": 0, "experts": 0, "others": 0}
     vocab_shards = plan.pipeline.size if plan.pipeline.shards_vocab else 1
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -151,7 +150,7 @@ def stage_elements(program: Program, tree: Any) -> StageElements:
 
 
 def stage_weight_bytes(program: Program) -> int:
-    """Returns bytes of a pipeline stage's weights, gathered in the compute dtype, or 0 without a pipeline."""
+    """Returns the bytes of a pipeline stage's weights, gathered in the compute dtype, or 0 without a pipeline."""
     if program.plan.pipeline.size == 1:
         return 0
     return compute_bytes(program) * sum(stage_elements(program, program.abstract_state.params))
@@ -163,23 +162,23 @@ def compute_bytes(program: Program) -> int:
 
 
 def device_rows(program: Program) -> int:
-    """Returns the number of rows per device and microbatch."""
+    """Returns the number of sequences per microbatch and device."""
     return program.cfg.rows_per_step // program.cfg.train.num_microbatches // program.batch_shards
 
 
 def device_tokens(program: Program) -> int:
-    """Returns the number of tokens per microbatch and device, with all positions of its tensor group."""
+    """Returns the number of tokens per microbatch and device, before the tensor axis shards the positions."""
     cfg = program.cfg
     return cfg.tokens_per_step // cfg.train.num_microbatches // program.batch_shards // program.plan.context.size
 
 
 def hop_bytes(program: Program) -> int:
-    """Returns local bytes of the residual stream of a microbatch, which stages send to each other."""
+    """Returns the local bytes of one microbatch's residual stream, which each stage sends to the next stage."""
     return device_tokens(program) * program.cfg.model.embed_dim // program.plan.tensor.size * compute_bytes(program)
 
 
 def attention_bytes(program: Program) -> AttentionBytes:
-    """Returns bytes of the local arrays in the attention of one layer and microbatch."""
+    """Returns the bytes of the local attention arrays for one layer and one microbatch."""
     cfg, model, needs, size = program.cfg, program.cfg.model, program.plan.needs, program.plan.context.size
     width, row, saved = compute_bytes(program), program.cfg.row_lengths.row, saved_names(model)
     bytes_per_feature = device_tokens(program) / program.plan.tensor.size * width
@@ -204,21 +203,21 @@ def exchange_bytes(program: Program) -> float:
 
 
 def saved_input_bytes(program: Program) -> int:
-    """Returns bytes of the layer inputs that a pipeline stage saves, for all microbatches in flight."""
+    """Returns the bytes of the layer inputs that a pipeline stage saves for all microbatches in flight."""
     plan, num_leading = program.plan, program.cfg.model.layer_stacks.get(DENSE, 0)
     inputs = plan.schedule_size.num_slots * plan.pipeline.saved_inputs(num_leading)
     return inputs * hop_bytes(program) if plan.pipeline.size > 1 else 0
 
 
 def activation_bytes(program: Program) -> int:
-    """Returns bytes saved for the backward pass of a microbatch on one device, plus the largest working set.
+    """Returns the bytes per device saved for the backward pass of a microbatch, plus the largest working set.
 
-    Without remat, all arrays of program/residuals.py are saved for every block. With remat, the policy's arrays are
-    saved without offloaded ones, and one block (or one of its row chunks) is computed at a time: the residual stream
-    twice and its normalised forms (4 D), inputs and output of attention, and inner arrays of the MLP. The working set
-    is the larger of a block with its gathered weights and the output projection with logits and gradients of a loss
-    chunk. A pipeline stage saves layer inputs of several microbatches. With context parallelism a block also has remote
-    keys and values.
+    Without remat, every block saves all arrays in program/residuals.py. With remat, every block saves the arrays of the
+    remat policy, except offloaded arrays. The working set is the larger of (1) the arrays of one block, or of one chunk
+    of its sequences, with the gathered weights, and (2) the output projection with the logits and gradients of a loss
+    chunk. The arrays of a block are two copies of the residual stream, its normalised forms, the inputs and outputs of
+    attention, and the inner arrays of the MLP. With context parallelism they include remote keys and values. A pipeline
+    stage saves the layer inputs of several microbatches.
     """
     cfg, plan, model, rows = program.cfg, program.plan, program.cfg.model, device_rows(program)
     tokens = rows * (cfg.row_lengths.row + (cfg.row_lengths.encoder or 0)) // plan.context.size
@@ -256,7 +255,7 @@ def activation_bytes(program: Program) -> int:
 
 
 def block_elements(program: Program) -> int:
-    """Returns elements per token of the arrays of one whole block."""
+    """Returns the number of elements per token in the arrays of one block."""
     model, plan, lengths = program.cfg.model, program.plan, program.cfg.row_lengths
     tensor, sizes = plan.tensor.size, activation_sizes(model, plan.tensor.size)
     inner = sum(sizes[name] for name in sizes if name not in (BLOCK_INPUT, ATTENTION_ADDED)) + model.mlp_width // tensor
@@ -268,7 +267,7 @@ def block_elements(program: Program) -> int:
 
 
 def activation_sizes(model: ModelConfig, tensor: int) -> dict[str, int]:
-    """Returns elements per token of each named activation of a block on one of `tensor` devices."""
+    """Returns the elements per token and device of each named activation. tensor: size of the tensor axis."""
     D, mlp = model.embed_dim, model.mlp_width
     sizes = {BLOCK_INPUT: D, ATTENTION_ADDED: D, QUERY: model.query_width, ATTENTION_OUT: model.result_width}
     sizes |= {KEY: model.key_width, VALUE: model.value_width, MLP_GATE: mlp, MLP_UP: mlp}
@@ -277,8 +276,7 @@ def activation_sizes(model: ModelConfig, tensor: int) -> dict[str, int]:
 
 
 def unsaved_elements(program: Program, activations: Collection[str]) -> int:
-    """Returns elements per token of these activations, over all layers, that are never saved, which are those of
-    experts to which rows are sent."""
+    """Returns the elements per token, over all layers, of expert activations that expert parallelism never saves."""
     experts, plan = program.cfg.model.experts, program.plan
     if experts is None or plan.expert.size == 1:
         return 0
@@ -287,7 +285,7 @@ def unsaved_elements(program: Program, activations: Collection[str]) -> int:
 
 
 def gathered_weight_bytes(program: Program) -> int:
-    """Returns bytes of the gathered weights of a block while it is computed, or 0 if weights are not sharded."""
+    """Returns the bytes of the gathered weights of one block, or 0 if weights are not sharded."""
     sizes = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(program.abstract_state.params):
         if "blocks" in jax.tree_util.keystr(path):
@@ -297,7 +295,7 @@ def gathered_weight_bytes(program: Program) -> int:
 
 
 def cast_weight_bytes(program: Program) -> int:
-    """Returns bytes of the local weight shards cast to the compute dtype, if several microbatches gather them.
+    """Returns the bytes of the local weight shards in the compute dtype, if several microbatches gather them, else 0.
 
     XLA casts the shards once, before the first microbatch. With remat, BLOCK_SLACK includes these bytes.
     """
@@ -308,29 +306,29 @@ def cast_weight_bytes(program: Program) -> int:
 
 
 def row_chunks(program: Program) -> int:
-    """Returns the number of row chunks in which a device computes a block (model.row_parts)."""
+    """Returns the number of chunks into which a device splits its sequences in a block (see model.row_parts)."""
     return 1 if program.cfg.model.remat == "none" else math.gcd(program.cfg.model.row_parts, device_rows(program))
 
 
 def rows_per_round(program: Program, experts: ExpertsConfig, parts: int) -> int:
-    """Returns the rows that a device sends and receives per round, for one of `parts` chunks of its tokens."""
+    """Returns the token rows that a device exchanges per all-to-all round, for one of `parts` chunks of its tokens."""
     devices = program.plan.expert.size
     return devices * round_capacity(device_tokens(program) * experts.chosen // parts, devices)
 
 
 def moe_block_bytes(program: Program, experts: ExpertsConfig) -> float:
-    """Returns the peak bytes of weights and activations of a block with experts, reached in its backward pass.
+    """Returns the peak bytes of weights and activations of a block with experts. The peak is in the backward pass.
 
-    Derived from live ranges in three programs (v5p:2x2x2 and v6e:2x4, libtpu 0.0.51, 2026-11-24), without fitted
-    numbers: residuals of attention, with a kernel's logsumexp in 128 lanes; the residual stream of the block, its
-    normalised form and the gradient; sorted rows and their gradients; and three inner arrays of the experts (gate, up
-    and a gradient), or later one inner array together with the weight gradients. If experts are narrower than a row,
-    weight gradients are computed last, after three row gradients. If rows are sent, weight gradients are added to their
-    sum over rounds.
+    The formula follows the live ranges in three compiled programs (v5p:2x2x2 and v6e:2x4, libtpu 0.0.51, 2026-11-24)
+    and has no fitted numbers. It adds the residuals of attention, with the kernel's logsumexp in 128 lanes; the
+    residual stream, its normalised form and its gradient; the token rows sorted by expert, and their gradients; and
+    three inner arrays of the experts (gate, up and a gradient), or one inner array and the weight gradients. If mlp_dim
+    is less than embed_dim, the weight gradients are computed last, after three gradients of token rows. With expert
+    parallelism, the weight gradients of all rounds are summed in an additional buffer.
 
-    Unless weights are prefetched, the gradient of each matrix is reduce-scattered when it is complete, so one of three
-    weight gradients and one row gradient are live, as in the peaks of compiled programs (docs/plan.md). The weights of
-    a pipeline stage are already gathered, and its gradients are float32.
+    Unless weights are prefetched, each weight gradient is reduce-scattered when it is complete. Only one of the three
+    weight gradients and one gradient of token rows are then live, as in compiled programs (docs/plan.md). The weights
+    of a pipeline stage are already gathered, and its weight gradients are float32.
     """
     cfg, plan, model, parts = program.cfg, program.plan, program.cfg.model, row_chunks(program)
     width, tensor = compute_bytes(program), plan.tensor.size
@@ -358,7 +356,7 @@ def moe_block_bytes(program: Program, experts: ExpertsConfig) -> float:
 
 
 def block_weights(program: Program, expert_params: float, prefetches: bool) -> float:
-    """Returns the number of elements in gathered weights of a block, including prefetched weights of the next layer."""
+    """Returns the elements in the gathered weights of a block, including the prefetched weights of the next layer."""
     plan, model = program.plan, program.cfg.model
     next_layer = lambda axes: (
         prefetches and program.cfg.rules == "zero3" and bool(plan.batch_axes.partition(axes, plan.rules.params))

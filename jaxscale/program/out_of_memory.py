@@ -17,9 +17,9 @@ ASKED = re.compile(r"allocat\w*\s+(?:a buffer of\s+)?([\d.]+ ?(?:bytes|[KMGT]i?B
 
 @contextlib.contextmanager
 def out_of_memory_explained(help: Callable[[], tuple[str, Sequence[str]]]) -> Iterator[None]:
-    """Converts XLA's error to Stop with code NO_GO if a device runs out of memory. Other errors are not changed.
+    """Converts XLA's out-of-memory errors to Stop (NO_GO), and re-raises all other errors.
 
-    help: returns (estimate or '', settings that reduce the required memory most).
+    help: returns (memory estimate or '', settings that reduce memory most).
     """
     try:
         yield
@@ -34,7 +34,7 @@ def out_of_memory_explained(help: Callable[[], tuple[str, Sequence[str]]]) -> It
 
 
 def memory_help(program: Program | None) -> tuple[str, tuple[str, ...]]:
-    """Returns (estimate for a training step, two settings that reduce its largest part)."""
+    """Returns (memory estimate of a training step, two settings that reduce the largest part of it)."""
     if program is None:
         return "", ("a smaller model", "more devices (mesh.fsdp)")
     need, cfg = memory_need(program), program.cfg

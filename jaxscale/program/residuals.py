@@ -29,7 +29,7 @@ class Residual(NamedTuple):
 
 
 def residuals_by_stack(program: Program) -> dict[str, tuple[int, int]]:
-    """Returns {stack of blocks: (number of layers, local residual bytes of one layer)} without remat."""
+    """Returns {stack of blocks: (number of layers, local residual bytes per layer)} for a model without remat."""
     cfg, tpu = program.cfg, on_tpu(program.mesh)
     rows = cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards
     context = program.mesh.shape["context"]
@@ -49,11 +49,11 @@ def residuals_by_stack(program: Program) -> dict[str, tuple[int, int]]:
 def block_residuals(
     model: ModelConfig, rows: int, length: int, read: int | None, *, keys: int, scores: bool, tensor: int, tpu: bool
 ) -> list[Residual]:
-    """Returns the residuals of one block for `length` positions per row.
+    """Returns the residuals of one block for sequences with `length` local positions.
 
-    read: number of encoder positions that a decoder attends to. keys: number of key positions, more than `length` if
-    remote keys are gathered. scores: whether attention saves probabilities; a fused kernel saves one number per query
-    instead.
+    read: number of encoder positions to which a decoder attends; None without cross-attention. keys: number of key
+    positions, including gathered remote keys. scores: True if attention saves probabilities; False if a fused kernel
+    saves one number per query.
     """
     sizes = element_bytes(model, tpu)
     B, T, D, local_length = rows, length, model.embed_dim, length // tensor
@@ -71,10 +71,10 @@ def block_residuals(
 def attention_residuals(
     model: ModelConfig, B: int, T: int, S: int, *, scores: bool, tensor: int, tpu: bool
 ) -> list[Residual]:
-    """Returns queries, keys, values, outputs, and probabilities in float32 and in the operand dtype of matmuls.
+    """Returns the residuals of one attention layer.
 
-    Kernel arrays have heads before positions, so a head dim of 64 is padded to the lanes of a TPU. The output is saved
-    twice, in the layouts of the kernel and of the output projection.
+    XLA attention saves probabilities in float32 and again in the operand dtype of matmuls. Kernel arrays end with the
+    head dim, which a TPU pads to a multiple of 128. A kernel's output is saved again for the output projection.
     """
     sizes = element_bytes(model, tpu)
     width, operand = sizes["compute"], sizes["operand"]
@@ -99,7 +99,7 @@ def attention_residuals(
 
 
 def element_bytes(model: ModelConfig, tpu: bool) -> dict[ResidualDtype, int]:
-    """Returns bytes per element of each kind of array.
+    """Returns the bytes per element of each kind of residual.
 
     A TPU multiplies float32 arrays as bfloat16 by default, and XLA saves the bfloat16 operands.
     """
@@ -109,9 +109,9 @@ def element_bytes(model: ModelConfig, tpu: bool) -> dict[ResidualDtype, int]:
 
 
 def tiled_bytes(shape: Sequence[int], itemsize: int, tpu: bool) -> int:
-    """Returns bytes of an array with its last two axes padded to TPU tiles of 8 x 128.
+    """Returns the bytes of an array with two axes padded to TPU tiles of 8 x 128.
 
-    XLA can choose the order of axes, so the smallest size is returned.
+    XLA chooses the order of axes, so the result is the smallest size over all orders.
     """
     sizes = [size for size in shape if size > 1]
     if not tpu or len(sizes) < 2:  # vectors are small and have different tiles

@@ -32,10 +32,10 @@ def flag(
 ) -> Any:
     """Returns a dataclass field for a flag.
 
-    The type determines the syntax: bool has no value, tuple[str, ...] may be repeated, and dict[str, str] is
-    --NAME.KEY=VALUE with one of `keys`. A plain setting is also a flag. help: '' to share the line of the next flag, or
-    None to hide the flag. value: text after '=' in --help; default: the default. least: minimum of an integer. read:
-    parser (name, text) -> value. bare: value of the flag without '='.
+    The type determines the syntax: bool has no value, tuple[str, ...] can be repeated, and dict[str, str] is written
+    --NAME.KEY=VALUE, where KEY is one of `keys`. help: '' shares the help line of the next flag; None hides the flag.
+    value: text after '=' in --help, by default the default value. least: minimum of an integer. read: parser
+    (name, text) -> value. bare: value if the flag is given without '='.
     """
     field = schema.setting(default, help or "")
     more = dict(value=value, least=least, read=read, bare=bare, name=name, keys=keys, listed=help is not None)
@@ -49,7 +49,7 @@ def flag_name(field: dataclasses.Field) -> str:
 
 
 def flags_of(cls: type, only: Collection[str] | None = None) -> dict[str, dataclasses.Field]:
-    """Returns {name: field} of the flags of a command. Flags of base classes are last."""
+    """Returns {name: field} of the flags of a command. Flags of base classes come last."""
     names = [name for kind in cls.__mro__ for name in kind.__dict__.get("__annotations__", ())]
     fields = {field.name: field for field in dataclasses.fields(cls)}
     return {flag_name(fields[name]): fields[name] for name in names if only is None or name in only}
@@ -71,10 +71,9 @@ class Arguments:
 
 
 def parse(argv: Sequence[str], cls: type, only: Collection[str] | None = None) -> Arguments:
-    """Parses flags of `cls`, written as --name=value or --name value. '-' and '_' are equivalent.
+    """Parses the flags of `cls`, written as --name=value or --name value. '-' and '_' are equivalent in names.
 
-    only: fields of `cls` that are allowed. Raises BadInput for an invalid value or flag, with the closest name, or with
-    `cls.no_config` for --config if the command has no config.
+    `only` lists the fields of `cls` that are accepted. Raises BadInput for an invalid value or an unknown flag.
     """
     known, given, remaining = flags_of(cls, only), {}, list(argv)
     while remaining:
@@ -88,14 +87,14 @@ def parse(argv: Sequence[str], cls: type, only: Collection[str] | None = None) -
             raise BadInput(f"{word} is not a flag of this command{hint_for(word, cls, only)}")
         if kind_of(cls, field) is bool:
             if value not in (("true", "false") if equals else ("",)):
-                raise BadInput(f"--{name}={value} must be true or false; --{name} alone is true")
+                raise BadInput(f"--{name}={value} must be true or false; --{name} alone means true")
             value = value or "true"
         elif field.metadata.get("bare") and not equals:
             value = field.metadata["bare"]
         elif not equals:
             value = remaining.pop(0) if remaining else ""
             if value.startswith("--"):
-                raise BadInput(f"--{name} needs a value: --{name}=VALUE (=true for a switch), not {value}")
+                raise BadInput(f"--{name} needs a value, but {value} follows; write --{name}=VALUE (true for a switch)")
         if not value and not name.startswith("config."):
             raise BadInput(f"--{name} needs a value: --{name}={field.metadata.get('value') or 'VALUE'}")
         given.setdefault(name, []).append(value)
@@ -103,7 +102,7 @@ def parse(argv: Sequence[str], cls: type, only: Collection[str] | None = None) -
 
 
 def make_arguments(given: dict[str, list[str]], flags: Any, **fields: Any) -> Arguments:
-    """Returns the Arguments for the texts of each flag, sorted into config, overrides and options."""
+    """Returns Arguments, with the texts of the flags divided into config path, overrides and options."""
     last = {name: texts[-1] for name, texts in given.items()}
     overrides = {name.removeprefix("config."): text for name, text in last.items() if name.startswith("config.")}
     options = {name: text for name, text in last.items() if name != "config" and not name.startswith("config.")}
@@ -111,7 +110,7 @@ def make_arguments(given: dict[str, list[str]], flags: Any, **fields: Any) -> Ar
 
 
 def known_flag(name: str, known: dict[str, dataclasses.Field]) -> tuple[str, Any]:
-    """Returns (declared name, field or None). --config.mesh.AXIS, as in training, also selects --mesh.AXIS."""
+    """Returns (declared name, field), with None for an unknown flag. --config.mesh.AXIS selects --mesh.AXIS."""
     for declared, field in known.items():
         family, dot, _ = declared.partition(".")
         plain = name.removeprefix("config.") if dot and family != "config" else name
@@ -124,7 +123,7 @@ def known_flag(name: str, known: dict[str, dataclasses.Field]) -> tuple[str, Any
 
 
 def hint_for(word: str, cls: type, only: Collection[str] | None) -> str:
-    """Returns a suggestion to append to an error for a word that is not a flag."""
+    """Returns a suggestion for the error message about a word that is not a flag."""
     name, known = word.removeprefix("--").partition("=")[0], flags_of(cls, only)
     settings = "; settings are written --config.NAME=VALUE" if "config.NAME" in known else ""
     if not word.startswith("--"):
@@ -182,7 +181,7 @@ def whole_number(name: str, text: str, least: int) -> int:
 
 
 def number(name: str, text: str, holds: Callable[[float], bool], rule: str) -> float:
-    """Parses a finite number such as '1e6', '1,000,000' or '$5'. Raises BadInput with `rule` unless holds(number)."""
+    """Parses a finite number such as '1e6', '1,000,000' or '$5'. Raises BadInput if holds(number) is False."""
     plain = text.removeprefix("$")
     plain = plain.replace(",", "") if GROUPED.fullmatch(plain) else plain  # '4,20' is rejected
     with contextlib.suppress(ValueError):
@@ -192,7 +191,7 @@ def number(name: str, text: str, holds: Callable[[float], bool], rule: str) -> f
 
 
 def number_flag(holds: Callable[[float], bool], rule: str) -> Callable[[str, str], float]:
-    """Returns a parser, for `read` of flag(), of numbers that satisfy the rule."""
+    """Returns a parser for flag(read=...) that accepts numbers for which holds(number) is True."""
     return lambda name, text: number(f"--{name}", text, holds, rule)
 
 
@@ -200,7 +199,7 @@ positive = number_flag(lambda found: found > 0, "a number above 0")
 
 
 def file_to_write(name: str, text: str) -> pathlib.Path:
-    """Returns the path of an output file. Raises BadInput early if the file cannot be written."""
+    """Returns the path of an output file. Raises BadInput if it is a folder, or if its folder does not exist."""
     file = pathlib.Path(text).expanduser()
     if file.is_dir() or not file.parent.is_dir():
         raise BadInput(f"--{name}={file} must be a file in an existing folder")
@@ -208,7 +207,7 @@ def file_to_write(name: str, text: str) -> pathlib.Path:
 
 
 def port_of(name: str, text: str) -> int:
-    """Parses a port number, where 0 means any free port. Raises BadInput if the text is not a port."""
+    """Parses a port number; 0 means any free port. Raises BadInput if the text is not a port number."""
     port = whole_number(f"--{name}", text, 0)
     if port > HIGHEST_PORT:
         raise BadInput(f"--{name}={text} must be a port from 0 (any free port) to {HIGHEST_PORT}")

@@ -39,7 +39,7 @@ def as_text(value: Any) -> str:
 
 
 def parse(condition: str) -> list[list[Clause]]:
-    """Returns the alternatives of a condition, each a list of clauses. Asserts that the syntax is correct."""
+    """Returns the alternatives of a condition, each as a list of clauses. Asserts that the syntax is valid."""
 
     def clause(text: str) -> Clause:
         found = CLAUSE.fullmatch(text)
@@ -51,11 +51,11 @@ def parse(condition: str) -> list[list[Clause]]:
 
 
 def whole_condition(condition: str, path: str) -> str:
-    """Returns the condition with names relative to the group at `path` replaced by full names."""
+    """Returns the condition with full names in place of names that are relative to the group at `path`."""
     return re.sub(r"(?<![\w\]])\.(?=\w)", f"{path}." if path else "", condition)
 
 
 def in_words(conditions: Sequence[str]) -> str:
-    """Returns text such as 'read if data.name=files or hf', or '' without conditions."""
+    """Returns the conditions as text, such as 'read if data.name=files or hf'; '' if there are none."""
     texts = [" or ".join(" and ".join(map(str, clauses)) for clauses in parse(text)) for text in conditions]
     return f"read if {' and '.join(dict.fromkeys(texts))}" if texts else ""

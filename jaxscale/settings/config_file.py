@@ -31,10 +31,10 @@ SKIPPED = re.compile(rf"([0-9]{{1,{MAX_DIGITS}}}):([0-9]{{1,{MAX_DIGITS}}})")
 def load_config(
     path: str, overrides: Mapping[str, Any] | None = None, recorded: Callable[[], Mapping[str, Any]] = dict
 ) -> RunConfig:
-    """Returns the RunConfig of a file whose get_config() returns an ml_collections.ConfigDict, with overrides.
+    """Returns the RunConfig that get_config() in a config file defines, with overrides.
 
-    'configs/auto.py:depth=8' calls get_config('depth=8'). The file is executed, so it must be local. recorded: returns
-    the settings of a run that resumes. Settings that are not read are rejected unless they are recorded.
+    'configs/auto.py:depth=8' calls get_config('depth=8'). The file is executed, so it must be local. `recorded` returns
+    the settings of the run to resume. Settings without an effect are rejected, unless this run has recorded them.
     """
     overrides = current_overrides(overrides or {})
     values = with_current_names(config_values(path), RunConfig.renamed)
@@ -50,30 +50,30 @@ def current_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def file_text(cfg: RunConfig) -> str:
-    """Returns the text of a config file for a config, without settings that are not read."""
+    """Returns the text of a config file that defines `cfg`, without settings that are not read."""
     return f"import json\n\n\ndef get_config():\n    return json.loads({json.dumps(as_read(cfg))!r})\n"
 
 
 def check_no_secrets(settings: dict[str, Any]) -> None:
-    """Raises BadInput for a setting that contains a secret, because checkpoints and the command line would show it."""
+    """Raises BadInput if a setting contains a secret, because checkpoints and the command line would show it."""
     cleaned = redacted([[value, name] for name, value in settings.items()])  # reads the environment once
     for (name, value), clean in zip(settings.items(), cleaned):
         fix = "pass secrets in environment variables"
         # eos_token etc. are words of a vocabulary. An access token is recognized by its format.
         if isinstance(value, str) and not name.endswith("_token") and is_secret(name.rpartition(".")[2], value):
-            raise BadInput(f"{name} contains a secret, judging by its name; {fix}")
+            raise BadInput(f"{name} contains a secret, according to its name; {fix}")
         if clean != [value, name]:
             kinds = "a secret, or the value of an environment variable with the name of a secret"
             raise BadInput(f"{name}={value!r} contains {kinds}; {fix}")
 
 
 def with_flags(arguments: Arguments) -> dict[str, Any]:
-    """Returns the overrides, with flags such as --skip-data=A:B,C:D. Raises BadInput for invalid or double settings."""
+    """Returns the overrides and the settings of flags such as --skip-data. Raises BadInput for a conflict."""
     overrides: dict[str, Any] = dict(arguments.overrides)
     for flag, name in FLAG_SETTINGS:
         if text := arguments.options.get(flag):
             if name in overrides:
-                raise BadInput(f"--{flag}={text} and --config.{name} set the same setting; give one of them")
+                raise BadInput(f"--{flag}={text} and --config.{name} set the same setting; use only one of them")
             overrides[name] = skipped_batches(text) if flag == "skip-data" else text
     return overrides
 
@@ -83,7 +83,7 @@ def skipped_batches(text: str) -> tuple[tuple[int, int], ...]:
     found = []
     for part in text.split(","):
         if (ends := SKIPPED.fullmatch(part.strip())) is None:
-            raise BadInput(f"--skip-data={text} must be ranges FROM:TO of batches, excluding TO, such as 1200:1204")
+            raise BadInput(f"--skip-data={text} must be ranges FROM:TO of batches (TO is excluded), such as 1200:1204")
         found.append((int(ends[1]), int(ends[2])))
     return tuple(found)
 
@@ -91,24 +91,24 @@ def skipped_batches(text: str) -> tuple[tuple[int, int], ...]:
 def config_values(path: str) -> dict[str, Any]:
     """Returns the values of the file's get_config() as nested dicts."""
     if "://" in path:
-        raise BadInput(f"--config={path} must be a local file: a config is code, and is not run from a bucket")
+        raise BadInput(f"--config={path} must be a local file, because it is executed; copy it to this machine")
     name, argument = split_argument(path)
     file = pathlib.Path(name)
     if not name:
-        raise BadInput("--config must be given, such as --config=configs/quickstart.py")
+        raise BadInput("--config must be given, for example --config=configs/quickstart.py")
     if not file.is_file():
         near = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
         close = difflib.get_close_matches(str(file), near, n=1)
         raise BadInput(f"--config={name} is not a file{f'; did you mean {close[0]}?' if close else ''}")
     spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
     if spec is None or spec.loader is None:
-        raise BadInput(f"--config={name} must be a Python file, whose name ends in .py")
+        raise BadInput(f"--config={name} must be a Python file with the suffix .py")
     module = importlib.util.module_from_spec(spec)
     try:
         with neighbours_first(file.parent):
             spec.loader.exec_module(module)
             if not hasattr(module, "get_config"):
-                raise BadInput("the file has no get_config()")
+                raise BadInput("the file has no function get_config()")
             values = module.get_config(argument) if argument else module.get_config()
         values = values.to_dict() if hasattr(values, "to_dict") else values
         if not isinstance(values, dict):
@@ -121,14 +121,14 @@ def config_values(path: str) -> dict[str, Any]:
 
 
 def split_argument(path: str) -> tuple[str, str]:
-    """Splits 'configs/auto.py:depth=8' into (file, argument). Other colons are part of the file name."""
+    """Splits 'configs/auto.py:depth=8' into (file, argument). Any other colon is part of the file name."""
     name, mark, argument = path.partition(".py:")
     return (f"{name}.py", argument) if mark else (path, "")
 
 
 @contextlib.contextmanager
 def neighbours_first(folder: pathlib.Path) -> Iterator[None]:
-    """Allows a config to import modules from its folder, like a script. Restores sys.path and sys.modules."""
+    """Lets a config import modules from its folder, as a script can. Restores sys.path and sys.modules."""
     path, known = str(folder.resolve()), set(sys.modules)
     sys.path.insert(0, path)
     try:
@@ -143,7 +143,7 @@ def neighbours_first(folder: pathlib.Path) -> Iterator[None]:
 
 
 def line_of(error: BaseException, file: str) -> str:
-    """Returns ' (line 7)' with the last line of `file` in the traceback, or '' if the traceback does not contain it."""
+    """Returns ' (line 7)', the last line of `file` in the traceback, or '' if the traceback does not contain it."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f" (line {lines[-1]})" if lines else ""
 

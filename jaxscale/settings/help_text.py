@@ -44,8 +44,7 @@ class Command:
     passes_on: bool = False  # whether words after -- are for a different program
 
     def __call__(self, argv: Sequence[str]) -> int:
-        """Runs the command with argv and returns its exit code, or prints the help page. Raises BadInput like
-        parse()."""
+        """Runs the command and returns its exit code, or prints the help page. Raises the errors of parse()."""
         for word, other in self.instead.items():
             if {word, f"{word}=true"} & set(argv):
                 return other(argv)
@@ -80,10 +79,10 @@ class Command:
 def command(
     flags: type, more: str = "", *, without: type | None = None, **how: Any
 ) -> Callable[[Callable[[Arguments], int | None]], Command]:
-    """Returns a decorator that converts a function of Arguments, which returns an exit code or None, to a Command.
+    """Returns a decorator that creates a Command from a function Arguments -> exit code or None.
 
-    The help page is the docstring of the function's module, with a line for each flag after the examples. more: text
-    appended to the page. without: dataclass of flags to omit from the page. how: other fields of Command.
+    The help page is the docstring of the function's module, with a line for each flag after the examples. `more` is
+    appended to the page. The flags of the dataclass `without` are omitted. `how`: other fields of Command.
     """
 
     def decorate(work: Callable[[Arguments], int | None]) -> Command:
@@ -100,7 +99,7 @@ def command(
 
 
 def docstring(owner: types.ModuleType | type) -> str:
-    """Returns the docstring of a module or class. Reads it from the source file under -OO, which removes docstrings."""
+    """Returns the docstring of a module or class. With -OO, which removes docstrings, reads the source file."""
     if sys.flags.optimize < 2:
         return owner.__doc__ or ""
     module = owner if isinstance(owner, types.ModuleType) else sys.modules[owner.__module__]
@@ -113,7 +112,7 @@ def docstring(owner: types.ModuleType | type) -> str:
 
 
 def flag_lines(flags: type, without: Collection[str] = ()) -> str:
-    """Returns a line for each listed flag with its value or default and its help."""
+    """Returns a line for each listed flag, with its value or default and its help."""
     lines, labels = [], []
     for name, field in flags_of(flags).items():
         metadata = field.metadata
@@ -129,7 +128,7 @@ def flag_lines(flags: type, without: Collection[str] = ()) -> str:
 
 
 def list_groups(cls: type) -> str:
-    """Returns a line for each group of settings, and a line about --help GROUP."""
+    """Returns a line for each group of settings, and a line that explains --help GROUP."""
     hints, docs = typing.get_type_hints(cls), {}
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
@@ -143,7 +142,7 @@ def list_groups(cls: type) -> str:
 
 
 def describe_settings(cls: type, group: str = "") -> str:
-    """Returns type, default, help and model kind of all settings, or of a group. Raises BadInput for unknown groups."""
+    """Returns help on all settings or on the settings in a group. Raises BadInput for an unknown group."""
     groups = by_group(cls)
     if group and group not in groups:
         close = difflib.get_close_matches(group, groups, n=1)
@@ -163,7 +162,7 @@ def by_group(cls: type) -> dict[str, list[str]]:
 
 
 def fit_width(text: str, width: int = 0) -> str:
-    """Wraps text to a width, by default that of the terminal. Help of flags remains in its column."""
+    """Wraps text to a width, by default the terminal's. The help of a flag stays in its column."""
     width = width or max(shutil.get_terminal_size(DEFAULT_SIZE).columns, MIN_WIDTH)
     fitted = []
     for is_text, lines in itertools.groupby(text.split("\n"), lambda line: bool(line) and line[0] not in " -"):

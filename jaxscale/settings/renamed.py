@@ -8,7 +8,7 @@ from jaxscale.system.exits import print_stderr
 
 
 def current_name(name: str, table: Mapping[str, str]) -> str:
-    """Returns the current dotted name of a setting or group. table: {old name: new name}, inner names first."""
+    """Returns the current dotted name of a setting or group. `table` maps old names to new names."""
     for old, new in table.items():
         if name == old or name.startswith(f"{old}."):
             log_renamed(f"{old} is now {new}")
@@ -45,7 +45,7 @@ def remove(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def put_default(values: Mapping[str, Any], names: Sequence[str], value: Any) -> dict[str, Any]:
-    """Returns nested settings with a setting or group added, if they have none under these names."""
+    """Returns nested settings with a setting or group added. Existing settings take precedence."""
     head, *tail = names
     before = values.get(head)
     if before is not None and not isinstance(before, Mapping):

@@ -25,7 +25,7 @@ class Leaf(NamedTuple):
 
 
 def leaves(config: Any, path: str = "", conditions: tuple[str, ...] = ()) -> Iterator[Leaf]:
-    """Yields every setting of the config, including those in lists and dicts of groups."""
+    """Yields every setting of the config, including settings in lists and dicts of groups."""
     for field in dataclasses.fields(config):
         value, name = getattr(config, field.name), schema.join(path, field.name)
         field_conditions = (*conditions, *schema.read_conditions(type(config), field, path))
@@ -44,12 +44,12 @@ def leaves(config: Any, path: str = "", conditions: tuple[str, ...] = ()) -> Ite
 
 
 def unread(config: Any) -> dict[str, tuple[Leaf, list[Clause]]]:
-    """Returns {name: (setting, unsatisfied clauses)} of unread settings. Clauses on unread settings are unsatisfied."""
+    """Returns {name: (setting, unsatisfied clauses)} of unread settings. Clauses on unread settings never hold."""
     known = {leaf.name: leaf for leaf in leaves(config)}
 
     @functools.cache
     def missing(name: str) -> tuple[Clause, ...]:
-        """Returns the unsatisfied clauses. For each condition, uses the alternative with the fewest."""
+        """Returns the unsatisfied clauses. If a condition has alternatives, uses the one with the fewest."""
         unsatisfied: list[Clause] = []
         for condition in known[name].conditions:
             alternatives = [[*failing(clauses, name)] for clauses in parse(condition)]
@@ -69,7 +69,7 @@ def unread(config: Any) -> dict[str, tuple[Leaf, list[Clause]]]:
 
 
 def as_read(config: Any) -> dict[str, Any]:
-    """Returns the settings as nested plain data, without those that are not read."""
+    """Returns the settings that are read, as nested plain data."""
     left_out = unread(config)
 
     def read_part(value: Any, name: str) -> Any:
@@ -90,10 +90,10 @@ def as_read(config: Any) -> dict[str, Any]:
 
 
 def refuse_unread(config: Any, given: Collection[str] = (), recorded: Callable[[], Mapping[str, Any]] = dict) -> None:
-    """Raises BadInput with one line for settings that differ from their defaults and are not read.
+    """Raises BadInput if settings that are not read differ from their defaults.
 
-    given: names on the command line. A setting of the file is allowed if the command line changes the settings in its
-    condition. recorded: returns the settings of the run that resumes, whose values are allowed; called only if needed.
+    `given` are the names on the command line. A setting in the file is accepted if the command line changes the
+    settings in its condition. `recorded` returns the settings of the run to resume, whose values are also accepted.
     """
     typed = lambda name: any(name == other or name.startswith(f"{other}.") for other in given)
     switched = lambda clauses: all(typed(clause.name) for clause in clauses)
@@ -121,7 +121,7 @@ def refuse_unread(config: Any, given: Collection[str] = (), recorded: Callable[[
 
 
 def fix_clause(clause: Clause, value: Any) -> str:
-    """Returns a change that satisfies the clause, such as 'set data.name to files or hf'."""
+    """Returns a fix that satisfies the clause, such as 'set data.name to files or hf'."""
     several = isinstance(value, (tuple, list))
     match clause.sign:
         case "on":
@@ -140,7 +140,7 @@ def fix_clause(clause: Clause, value: Any) -> str:
 
 
 def remove_settings(settings: list[Leaf], typed: Callable[[str], bool]) -> str:
-    """Returns changes that set settings to their defaults, such as 'remove --config.a, and add --config.b=0'."""
+    """Returns a fix that resets settings to their defaults, such as 'remove --config.a, and add --config.b=0'."""
     extra = [leaf for leaf in settings if typed(leaf.name)]
     steps = [f"remove {', '.join(f'--config.{leaf.name}' for leaf in extra)}"] if extra else []
     listed = [leaf for leaf in settings if leaf not in extra and "[" in leaf.name]

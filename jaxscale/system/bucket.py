@@ -46,7 +46,7 @@ SYSTEM_CLOCK = Clock()
 
 
 class Look(NamedTuple):
-    """Content of an object at one moment. `age` is the time since the write, in seconds, by the service's clock."""
+    """Content of an object. `age` is the number of seconds since it was written, by the service's clock."""
 
     content: bytes
     generation: int
@@ -55,7 +55,7 @@ class Look(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Client for all buckets. authorise: adds credentials to headers. attempts: maximum consecutive failures."""
+    """Client for all buckets. `authorise` adds credentials to headers. `attempts` limits consecutive failures."""
 
     endpoint: str
     authorise: Callable[[dict[str, str]], None]
@@ -76,7 +76,7 @@ class Bucket:
         return self.patiently(lambda: self.ask("GET", where, url, "read", parse=lambda response: response.read()), url)
 
     def read(self, url: str) -> bytes:
-        """Returns the content of a small object. Raises BadInput if the object does not exist or may not be read."""
+        """Returns the content of a small object. Raises BadInput if the object does not exist or cannot be read."""
         try:
             return self.content(url)
         except FileNotFoundError as error:
@@ -103,20 +103,20 @@ class Bucket:
     def put(self, url: str, content: bytes, generation: int | None = None) -> int:
         """Writes a small object in one attempt. Returns its generation.
 
-        generation: the generation to replace; 0: the object must not exist; None: replace any. Raises Changed if the
-        generation differs, Transient, Forbidden, or FileNotFoundError if the bucket does not exist.
+        `generation` is the generation to replace: 0 if the object must not exist, None for any. Raises Changed if the
+        object has a different generation, Transient, Forbidden, or FileNotFoundError if the bucket does not exist.
         """
         query = {"uploadType": "media"} | ({} if generation is None else {"ifGenerationMatch": str(generation)})
         headers = {"Content-Type": "application/octet-stream"}
         return int(self.ask("POST", self.upload_url(url, query), url, "written", headers, content)["generation"])
 
     def delete(self, url: str, generation: int) -> None:
-        """Deletes an object in one attempt. Raises as put does, and FileNotFoundError if it does not exist."""
+        """Deletes an object in one attempt. Raises the errors of put, and FileNotFoundError if it does not exist."""
         where = self.object_url(url, ifGenerationMatch=str(generation))
         self.ask("DELETE", where, url, "deleted", parse=lambda response: None)
 
     def remove(self, url: str) -> bool:
-        """Deletes any generation of an object. Returns False if it does not exist, as after an earlier attempt."""
+        """Deletes any generation of an object. Returns False if the object does not exist."""
         where = self.object_url(url)
         try:
             self.patiently(lambda: self.ask("DELETE", where, url, "deleted", parse=lambda response: None), url)
@@ -141,11 +141,11 @@ class Bucket:
     def pieces(
         self, url: str, start: int, size: int, *, stop: int | None = None, generation: str | None = None
     ) -> Iterator[bytes]:
-        """Yields the bytes [start, stop) of an object with this size. Resumes after a broken connection.
+        """Yields the bytes [start, stop) of an object that has `size` bytes. Resumes after a broken connection.
 
-        Args: stop: by default its end. generation: that must still exist.
-        Raises: Unreachable after too many consecutive failures, FileNotFoundError, BadInput if the object has another
-        size or may not be read.
+        `stop` is the end of the object by default. `generation`, if given, is the generation to read.
+        Raises Unreachable after too many consecutive failures, FileNotFoundError, or BadInput if the object has a
+        different size or cannot be read.
         """
         stop, failures = size if stop is None else stop, 0
         where = self.object_url(url, alt="media", **({} if generation is None else {"generation": generation}))
@@ -170,7 +170,7 @@ class Bucket:
                 self.wait(fault, failures, url)
 
     def upload(self, path: Path, url: str) -> None:
-        """Copies a local file to an object, which appears atomically. Raises the errors of Upload."""
+        """Copies a local file to an object, which becomes visible when complete. Raises the errors of Upload."""
         md5, left = hashlib.md5(usedforsecurity=False), path.stat().st_size
         with open(path, "rb") as file:
             upload = Upload(self, url, left)
@@ -192,7 +192,7 @@ class Bucket:
         return f"{self.endpoint}/storage/v1/b/{bucket}/o/{name}?{urllib.parse.urlencode(query)}".rstrip("?")
 
     def ask(self, *request: Any, parse: Callable[[Any], Any] = json.load) -> Any:
-        """Returns parse(response) of one request. Takes the arguments of `request` and raises its errors."""
+        """Sends one request and returns parse(response). Takes the arguments of `request` and raises its errors."""
         with self.request(*request) as response:
             return parse(response)
 
@@ -206,7 +206,7 @@ class Bucket:
         headers: dict[str, str] | None = None,
         body: bytes | None = None,
     ) -> Iterator[Any]:
-        """Yields an open response. Raises Transient (also for errors in the block), FileNotFoundError or BadInput."""
+        """Yields an open response. Raises FileNotFoundError, BadInput, or, even for errors in the block, Transient."""
         headers = {"Accept-Encoding": "identity", **(headers or {})}
         try:
             self.authorise(headers)
@@ -227,7 +227,7 @@ class Bucket:
             raise Transient("the response is not JSON; check for a proxy") from None
 
     def retry_after(self, header: str) -> float:
-        """Returns the delay in seconds of a Retry-After header: a number, or a date (RFC 9110, section 10.2.3)."""
+        """Returns the delay in a Retry-After header, in seconds. It is a number or a date (RFC 9110, 10.2.3)."""
         if header.isdigit():
             return min(float(header), MAX_RETRY_AFTER)
         try:
@@ -247,7 +247,7 @@ class Bucket:
                 self.wait(fault, failures, url)
 
     def wait(self, fault: Transient, failures: int, url: str) -> None:
-        """Sleeps before the next attempt. Raises Unreachable after too many consecutive failures without progress."""
+        """Sleeps before the next attempt. Raises Unreachable after too many consecutive failures."""
         if failures >= self.attempts:
             tries = f"{failures} consecutive attempts failed, the last" if failures > 1 else "the attempt failed"
             raise Unreachable(f"{url}: {tries} with: {fault}; try again later")
@@ -256,7 +256,7 @@ class Bucket:
 
 
 class Upload:
-    """Resumable upload in chunks of 32 MiB. Raises BadInput if the object may not be written, or its MD5 differs."""
+    """Resumable upload in chunks of 32 MiB. Raises BadInput if writing is not permitted or the MD5 differs."""
 
     def __init__(self, bucket: Bucket, url: str, num_bytes: int):
         self.bucket, self.url, self.total = bucket, url, num_bytes
@@ -317,11 +317,11 @@ class Upload:
         """Completes the object. Raises BadInput if its MD5 differs."""
         self.flush()
         if (self.answer or {}).get("md5Hash") != base64.b64encode(md5).decode():
-            raise BadInput(f"{self.url} differs from {expected} after a damaged transfer; run the command again")
+            raise BadInput(f"{self.url} differs from {expected}, because the transfer failed; run the command again")
 
 
 class NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Does not follow status 308, which means in this API that an upload is incomplete."""
+    """Does not follow status 308, which in this API means that an upload is incomplete."""
 
     def http_error_308(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
         """Returns the response unchanged."""
@@ -332,15 +332,15 @@ OPENER = urllib.request.build_opener(NoRedirects)
 
 
 def check_size(headers: Any, url: str, size: int) -> None:
-    """Raises BadInput if the size of the object in the response is missing or differs from `size`."""
+    """Raises BadInput if the response does not include the size of the object, or if it differs from `size`."""
     total = headers.get("Content-Range", "").rpartition("/")[2] or headers.get("Content-Length", "")
     if not total.isdecimal():
         raise BadInput(
-            f"{url}: the response does not have the object's size; bypass any proxy, and store the object without "
+            f"{url}: the response does not include the object's size; bypass any proxy, and store the object without "
             "Content-Encoding"
         )
     if int(total) != size:
-        raise BadInput(f"{url} has {total} bytes instead of {size}, because the object was replaced")
+        raise BadInput(f"{url} has {total} bytes, not {size}, because it was replaced; restore the original")
 
 
 def split(url: str) -> tuple[str, str]:
@@ -352,7 +352,7 @@ def split(url: str) -> tuple[str, str]:
 
 
 def age(updated: str, now: str) -> float:
-    """Returns the seconds from an RFC 3339 time to the time of an HTTP Date header, or 0 if either is malformed."""
+    """Returns the seconds from an RFC 3339 time to the time in an HTTP Date header, or 0 if one is malformed."""
     try:
         then = datetime.datetime.fromisoformat(updated)
         return max(0.0, (email.utils.parsedate_to_datetime(now) - then).total_seconds())

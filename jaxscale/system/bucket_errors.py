@@ -30,7 +30,7 @@ class Forbidden(BadInput, OSError):
 
 
 class Unreachable(BadInput, OSError):
-    """The service did not respond after all retries; a later attempt may succeed."""
+    """The service did not respond, even after all retries. A later attempt may succeed."""
 
 
 class Changed(Exception):
@@ -38,7 +38,7 @@ class Changed(Exception):
 
 
 def refusal(error: urllib.error.HTTPError, url: str, what: str, wait: float) -> Exception:
-    """Returns the exception for a response other than 2xx. `wait` is its Retry-After, in seconds."""
+    """Returns the exception for an error response. `wait` is the delay in its Retry-After header, in seconds."""
     if error.code in TRANSIENT:
         return Transient(f"{error.code} {error.reason}", wait)
     if error.code == 404:

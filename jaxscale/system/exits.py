@@ -15,7 +15,7 @@ READER_GONE = 141
 
 
 class Exit(enum.IntEnum):
-    """Exit codes of a process, each with an event and advice. docs/survive.md has details."""
+    """Exit codes of a process, each with its cause and advice. See docs/survive.md."""
 
     event: str
     advice: str
@@ -63,17 +63,17 @@ BY_A_PERSON = (INTERRUPTED, READER_GONE)
 
 
 def may_start_again(code: int) -> bool:
-    """Returns True if the same command may succeed: preempted, lost process, storage, hang, or death by a signal.
+    """Returns True if the same command may succeed: after a preemption, lost process, hang, storage error or signal.
 
-    `code` is negative for death by a signal, as in Python, or above 128, as in shells. Returns False for Ctrl-C and a
-    closed pipe, which are intended by the user.
+    For a signal, `code` is negative, as in Python, or above 128, as in shells. Returns False for Ctrl-C and a closed
+    pipe, because the user caused them.
     """
     code = 128 - code if code < 0 else code
     return code in STARTED_AGAIN or (128 < code < 128 + signal.NSIG and code not in BY_A_PERSON)
 
 
 def is_failure(code: int | None) -> bool:
-    """Returns True unless the process is done, was preempted, or was ended by the user."""
+    """Returns False if the process completed, was preempted, or was ended by the user, and True otherwise."""
     return code not in (Exit.DONE, Exit.PREEMPTED, *BY_A_PERSON)
 
 
@@ -107,7 +107,7 @@ class BadInput(ValueError):
 
 
 class Stop(Exception):
-    """Ends the process with `code` after printing a one-line message: problem, location and fix."""
+    """Ends the process with the exit code `code`. The message is one line: problem, location and fix."""
 
     def __init__(self, code: Exit, message: str):
         super().__init__(message)
@@ -117,7 +117,7 @@ class Stop(Exception):
 
 
 class Terminated(BaseException):
-    """SIGTERM when there is nothing to save. Like KeyboardInterrupt, it is not an Exception."""
+    """Raised on SIGTERM if there is nothing to save. Like KeyboardInterrupt, it is not an Exception."""
 
     _render_traceback_ = BadInput._render_traceback_
 
@@ -125,7 +125,7 @@ class Terminated(BaseException):
 def run_and_exit(main: Callable[[list[str]], int | None], *, is_verb: bool = True) -> None:
     """Runs main(argv) and exits with its code. BadInput, Stop and Ctrl-C are printed as one line on stderr.
 
-    Exits silently if the reader of the output is gone, as after `| head`. The help of a verb ends with the exit codes.
+    Exits silently if the reader has closed the output, as `| head` does. For a verb, --help also prints exit codes.
     """
     with tracebacks_shown():
         try:
@@ -150,7 +150,7 @@ def run_and_exit(main: Callable[[list[str]], int | None], *, is_verb: bool = Tru
 
 @contextlib.contextmanager
 def tracebacks_shown() -> Iterator[None]:
-    """Prints uncaught tracebacks of the program and its threads with `print_stderr`, without secrets."""
+    """Prints the tracebacks of uncaught exceptions, including those in threads, to stderr without secrets."""
     from jaxscale.system.redact import shown_traceback
 
     def thread_ended(end: threading.ExceptHookArgs) -> None:
@@ -168,7 +168,7 @@ def tracebacks_shown() -> Iterator[None]:
 
 
 def verdict(error: BaseException) -> tuple[int, str | None]:
-    """Returns (exit code, message) of an error that ends the program. The message is None if a traceback is printed."""
+    """Returns (exit code, message) for an error that ends the program. The message is None if a traceback is needed."""
     if isinstance(error, Stop | BadInput):
         message = "\\n".join(str(error).splitlines())  # file names may contain newlines
         if isinstance(error, BadInput):
@@ -203,12 +203,12 @@ def print_stderr(line: str) -> None:
 
 
 def put(*lines: str, end: str = "\n") -> None:
-    """Prints lines to stdout and flushes, without secrets and control characters. Raises the errors of `put_raw`."""
+    """Prints lines to stdout without secrets and control characters, and flushes. Raises the errors of `put_raw`."""
     put_raw(without_secrets("\n".join(lines)) + end)
 
 
 def put_raw(text: str) -> None:
-    """Writes text to stdout and flushes. Raises BrokenPipeError without a reader, or BadInput for other errors."""
+    """Writes text to stdout and flushes. Raises BrokenPipeError for a closed pipe, or BadInput for other errors."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -222,7 +222,7 @@ def put_raw(text: str) -> None:
 
 
 def silence_closed_streams() -> None:
-    """Flushes stdout and stderr. Redirects a stream that fails to the null device, so that Python's exit succeeds."""
+    """Flushes stdout and stderr. If this fails, redirects the stream to the null device, so that Python can exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

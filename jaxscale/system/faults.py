@@ -28,7 +28,7 @@ def crash_point(name: str) -> None:
 
 
 def hang_point(phase: str) -> None:
-    """Hangs if JAXSCALE_HANG_AT selects this phase. Sends SIGTERM to this process if JAXSCALE_TERM_AT selects it."""
+    """Hangs, or sends SIGTERM to this process, if JAXSCALE_HANG_AT or JAXSCALE_TERM_AT selects this phase."""
     if reached("JAXSCALE_TERM_AT", phase):
         os.kill(os.getpid(), signal.SIGTERM)
     while reached("JAXSCALE_HANG_AT", phase):
@@ -37,7 +37,7 @@ def hang_point(phase: str) -> None:
 
 
 def reached(variable: str, name: str) -> bool:
-    """Returns True when the point that the variable selects is reached for the N-th time."""
+    """Returns True if the value of the variable is NAME:N and this is the N-th call for `name`."""
     point, _, number = read_variable(variable).partition(":")
     if point != name:
         return False
@@ -71,7 +71,7 @@ def flipped_bit() -> tuple[int, int, int] | None:
 
 
 def bit_flip_device(step: int) -> int | None:
-    """Returns the device on which to flip a bit before this execution of the step, or None."""
+    """Returns the device on which to flip a bit before this execution of `step`, or None."""
     fault = flipped_bit()
     if fault is None or fault[0] != step:
         return None

@@ -14,7 +14,7 @@ FENCES: dict[str, Callable[[], None]] = {}  # {folder: function that raises if t
 
 @contextlib.contextmanager
 def fenced(folder: Any, may_write: Callable[[], None]) -> Iterator[None]:
-    """Makes `ask` call may_write for paths in the folder until the block ends."""
+    """Fences a folder for the duration of the block: `ask` calls may_write() for each path in it."""
     name = absolute_text(folder)
     FENCES[name] = may_write
     try:
@@ -24,7 +24,7 @@ def fenced(folder: Any, may_write: Callable[[], None]) -> Iterator[None]:
 
 
 def ask(path: Any) -> bool:
-    """Returns True if the path is in a fenced folder. Must be called before each write. Raises Stop for a lost lock."""
+    """Returns True if the path is in a fenced folder. Call it before each write. Raises Stop if the lock is lost."""
     found = False
     if FENCES:
         name = absolute_text(path)

@@ -29,16 +29,16 @@ SNAPSHOT = re.compile(r"(.*/(?:models|datasets|spaces)--[^/]*)/snapshots/.", re.
 def resolve_file(path: Any, inside: Any = None) -> pathlib.Path:
     """Returns the path of a regular file with all links resolved.
 
-    `inside` is the folder that links must not leave, by default the file's folder. It may itself be a link.
-    Raises FileNotFoundError, or BadInput for a link out of the folder or if the path is not a regular file.
+    `inside` is the folder that links must not leave, by default the file's folder. It can be a link itself.
+    Raises FileNotFoundError, or BadInput if a link leaves the folder or the path is not a regular file.
     """
     path = pathlib.Path(path)
     folder = pathlib.Path(os.path.realpath(path.parent if inside is None else inside))
     resolved = pathlib.Path(os.path.realpath(path))
     if leads_out(resolved, folder):
         raise BadInput(
-            f"{path} is a link to {resolved}, outside its folder; if this is intended, replace the link with the file, "
-            f"or all links with cp -rL {folder} NEW"
+            f"{path} is a link to {resolved}, outside its folder; to use it, replace the link with a copy of the "
+            f"file, or copy the folder with cp -rL {folder} NEW"
         )
     try:
         mode = os.stat(resolved).st_mode
@@ -51,16 +51,16 @@ def resolve_file(path: Any, inside: Any = None) -> pathlib.Path:
 
 
 def check_folder(folder: Any, inside: Any) -> None:
-    """Raises BadInput if a local folder is a link to a folder that is not in `inside`."""
+    """Raises BadInput if a local folder is a link to a folder outside `inside`."""
     if "://" in os.fspath(folder):
         return
     resolved, root = os.path.realpath(folder), os.path.realpath(inside)
     if not pathlib.Path(resolved).is_relative_to(root):
-        raise BadInput(f"{folder} is a link to {resolved}, outside {inside}; if this is intended, copy it there")
+        raise BadInput(f"{folder} is a link to {resolved}, outside {inside}; replace it with a copy")
 
 
 def leads_out(file: pathlib.Path, folder: pathlib.Path) -> bool:
-    """Returns True if a file is neither in the folder nor in its blobs in the Hub's cache. Both paths are resolved."""
+    """Returns True if a file is neither in the folder nor a blob in the Hub's cache. Both paths must be resolved."""
     snapshot = SNAPSHOT.match(folder.as_posix())
     if file.is_relative_to(folder) or snapshot and file.is_relative_to(f"{snapshot[1]}/blobs"):
         return False
@@ -71,7 +71,7 @@ def leads_out(file: pathlib.Path, folder: pathlib.Path) -> bool:
 
 
 def companion_folder(path: Any) -> pathlib.Path:
-    """Returns the folder with the companion files of a user's path: its parent, or the parent of its link target."""
+    """Returns the folder with the companion files of a file: its folder or, if it is a link, the target's folder."""
     path = pathlib.Path(path).expanduser()
     for _ in range(MOST_LINKS):
         resolved, folder = (pathlib.Path(os.path.realpath(one)) for one in (path, path.parent))
@@ -82,13 +82,13 @@ def companion_folder(path: Any) -> pathlib.Path:
 
 
 def read_named(path: Any, largest: int = LARGEST_JSON) -> bytes:
-    """Returns the content of a local file set by the user, possibly a link. Raises as open_regular and read_at_most."""
+    """Returns the content of a local file set by the user, possibly a link. Raises FileNotFoundError or BadInput."""
     with open_regular(pathlib.Path(path).expanduser()) as file:
         return read_at_most(file, path, largest)
 
 
 def check_regular(mode: int, path: Any) -> None:
-    """Raises BadInput for a folder, a device or a pipe, which may have no end."""
+    """Raises BadInput for a folder, a device or a pipe. Reading a device or a pipe may never end."""
     if not stat.S_ISREG(mode):
         raise BadInput(f"{path} cannot be read: it is a folder, a pipe or a device, not a file")
 
@@ -99,16 +99,16 @@ def open_file(path: Any, inside: Any = None) -> BinaryIO:
 
 
 class Unreadable(BadInput):
-    """A file that the storage currently cannot read; its content may be intact."""
+    """Raised if a file cannot be read because of a storage error. Its content may be intact."""
 
 
 def is_of_storage(error: Exception) -> bool:
-    """Returns True for a storage error, and False if the file does not exist."""
+    """Returns True for an error of the storage, such as EIO, but not for a missing file."""
     return isinstance(error, Unreadable) or (isinstance(error, OSError) and error.errno not in NO_FILE)
 
 
 def cannot_read(path: Any, error: OSError, way_out: str = "") -> BadInput:
-    """Returns the error for a file that cannot be opened or read: Unreadable, with errno, for storage errors."""
+    """Returns the error for a file that cannot be opened or read, which is Unreadable if the storage failed."""
     kind = Unreadable if is_of_storage(error) else BadInput
     found = kind(f"{path} cannot be read: {error.strerror or error}{way_out or too_many(error)}")
     found.errno = error.errno  # distinguishes a stale file handle from a damaged disk
@@ -116,7 +116,7 @@ def cannot_read(path: Any, error: OSError, way_out: str = "") -> BadInput:
 
 
 def open_regular(path: Any, flags: int = 0) -> BinaryIO:
-    """Opens a regular local file for reading, by default following links. Raises FileNotFoundError or BadInput."""
+    """Opens a regular local file for reading. Follows links by default. Raises FileNotFoundError or BadInput."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)  # non-blocking, in case of a pipe
     except (FileNotFoundError, NotADirectoryError):
@@ -132,7 +132,7 @@ def open_regular(path: Any, flags: int = 0) -> BinaryIO:
 
 
 def read_bytes(path: Any, largest: int = LARGEST_JSON, inside: Any = None) -> bytes:
-    """Returns the content of a file or object. Raises the errors of resolve_file, and BadInput if it is too large."""
+    """Returns the content of a file or an object. Raises the errors of resolve_file and read_at_most."""
     if "://" in os.fspath(path):
         return path.read_bytes()
     with open_file(path, inside) as file:
@@ -140,7 +140,7 @@ def read_bytes(path: Any, largest: int = LARGEST_JSON, inside: Any = None) -> by
 
 
 def read_at_most(file: BinaryIO, path: Any, largest: int = LARGEST_JSON) -> bytes:
-    """Returns the content of an open file. Raises BadInput, without reading more, above `largest` bytes."""
+    """Returns the content of an open file. Raises BadInput if it has more than `largest` bytes."""
     size = os.fstat(file.fileno()).st_size
     content = file.read(largest + 1) if size <= largest else b""
     if size > largest or len(content) > largest:
@@ -151,7 +151,7 @@ def read_at_most(file: BinaryIO, path: Any, largest: int = LARGEST_JSON) -> byte
 
 
 def is_file(path: Any) -> bool:
-    """Returns True if the file exists. Raises BadInput as resolve_file does if it must not be read."""
+    """Returns True if the file exists. Raises BadInput if resolve_file does not permit reading it."""
     if "://" in os.fspath(path):
         return path.is_file()
     try:
@@ -185,7 +185,7 @@ TOO_DEEP = f"it is nested deeper than {DEEPEST} levels"
 
 
 def check_depth(value: Any) -> None:
-    """Raises BadInput for a value nested deeper than DEEPEST, since readers may be recursive."""
+    """Raises BadInput for a value nested deeper than DEEPEST, because readers may be recursive."""
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(DEEPEST):
         parts = (part for one in level for part in (one.values() if isinstance(one, dict) else one))

@@ -33,7 +33,7 @@ class Client:
 
 
 class LocalServer(ThreadingHTTPServer):
-    """Answers requests in threads. If there are too many connections, closes the one with the earliest deadline."""
+    """Answers each request in a thread. If there are too many connections, closes the oldest idle connection."""
 
     daemon_threads = True
     request_queue_size = 128  # clients that exceed it retry after 1, 3, 7, ... seconds
@@ -41,7 +41,7 @@ class LocalServer(ThreadingHTTPServer):
     def __init__(
         self, handler: type["LocalHandler"], port: int, clock: Callable[[], float] = time.monotonic, **attributes: Any
     ):
-        """Starts listening. Sets `attributes` on the server, for its handler. Raises BadInput if the port is in use."""
+        """Starts to listen. Sets `attributes` on the server for its handler. Raises BadInput if the port is in use."""
         self.clock, self.clients, self.lock = clock, {}, threading.RLock()
         for name, value in attributes.items():
             setattr(self, name, value)
@@ -49,11 +49,11 @@ class LocalServer(ThreadingHTTPServer):
             super().__init__((ADDRESS, port), handler)
         except OSError as error:
             raise BadInput(
-                f"--serve={port}: cannot listen on this port: {error.strerror or error}; use another one, or 0 for any"
+                f"--serve={port}: cannot listen on this port: {error.strerror or error}; use a free port, or 0 for any"
             ) from None
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Accepts a connection, and closes an older one if there are too many."""
+        """Accepts a connection. If there are too many, closes an older one that has not sent its request."""
         with self.lock:
             if len(self.clients) >= MOST_CONNECTIONS:
                 asking = [client for client in self.clients.values() if client.asking]
@@ -78,7 +78,7 @@ class LocalServer(ThreadingHTTPServer):
             client.connection.shutdown(socket.SHUT_RDWR)
 
     def has_asked(self, connection: socket.socket, answer_seconds: float = float("inf")) -> None:
-        """Marks the request as complete, and sets the deadline for receiving the response."""
+        """Marks a connection's request as complete, and sets the deadline for receiving the response."""
         with self.lock:
             if client := self.clients.get(id(connection)):
                 client.asking, client.deadline = False, self.clock() + answer_seconds
@@ -104,7 +104,7 @@ class LocalHandler(BaseHTTPRequestHandler):
     policy = "default-src 'none'"
 
     def is_for_us(self) -> bool:
-        """Returns True if the Host header is this machine's address. Otherwise, sends an error response."""
+        """Returns True if the Host header is 127.0.0.1 or localhost. Otherwise sends an error response."""
         if self.command == "GET":
             self.server.has_asked(self.connection)
         port = self.server.server_address[1]
@@ -116,7 +116,7 @@ class LocalHandler(BaseHTTPRequestHandler):
         return False
 
     def begin(self, code: int, kind: str, length: int | None = None) -> None:
-        """Sends the headers of a response. `length` is in bytes; None means until the connection ends."""
+        """Sends the headers of a response of `length` bytes. If it is None, the response ends with the connection."""
         self.server.has_asked(self.connection, float("inf") if length is None else ANSWER_SECONDS)
         self.send_response(code)
         for name, value in {

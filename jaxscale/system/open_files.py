@@ -12,7 +12,7 @@ MIN_FILES = 32  # allowance for any program
 
 
 def raise_open_files() -> int:
-    """Raises this process's limit on open files and connections as far as allowed. Returns the limit."""
+    """Raises the process's limit on open files and connections as far as permitted. Returns the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = MAX_OPEN if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN)
     if soft != resource.RLIM_INFINITY and soft < target:
@@ -23,19 +23,19 @@ def raise_open_files() -> int:
 
 
 def check_open_files(number: int, of: str) -> None:
-    """Prints a warning if the limit is too small for `number` files and the other files of a run. of: description."""
+    """Warns if the limit is too small for a run with `number` open files. `of` describes these files."""
     if problem := open_files_problem(number, of, PROGRAM_FILES):
         print_stderr(f"WARNING: {problem}")
 
 
 def require_open_files(number: int, of: str) -> None:
-    """Raises BadInput if the limit is too small for `number` simultaneously open files. of: description."""
+    """Raises BadInput if the limit is too small for `number` open files. `of` describes these files."""
     if problem := open_files_problem(number, of, MIN_FILES):
         raise BadInput(problem)
 
 
 def open_files_problem(number: int, of: str, others: int) -> str:
-    """Returns an error line if the limit is too small for `number` files and `others` more, or ''."""
+    """Returns an error message if the limit is too small for `number` + `others` open files, or ''."""
     limit, needed = raise_open_files(), number + others
     if needed <= limit:
         return ""
@@ -43,7 +43,7 @@ def open_files_problem(number: int, of: str, others: int) -> str:
 
 
 def too_many(error: OSError) -> str:
-    """Returns '; the limit is ...' with advice if an error is about the limit, or ''."""
+    """Returns '; the limit is ...' with advice if the limit caused the error, or ''."""
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         return ""
     limit = raise_open_files()

@@ -7,7 +7,7 @@ DISTRIBUTIONS = {"fasttext": ("fasttext", "fasttext-predict", "fasttext-wheel"),
 
 
 def is_installed(package: str) -> bool:
-    """Returns True if a distribution that provides the package is installed. Imports nothing."""
+    """Returns True if a distribution that provides the package is installed. Does not import it."""
     for name in DISTRIBUTIONS.get(package, (package,)):
         try:
             importlib.metadata.distribution(name)

@@ -29,9 +29,9 @@ def is_remote(path: Any) -> bool:
 
 
 def as_path(path: Any) -> Any:
-    """Returns a pathlib.Path, or an ObjectPath with the same methods for gs://.
+    """Returns a pathlib.Path or, for gs://, an ObjectPath with the same methods.
 
-    Raises BadInput for any other scheme, for gs:// without gcsfs, or if the environment would send the machine's
+    Raises BadInput for other schemes, if gcsfs is not installed, or if environment variables would send the machine's
     credentials to a different machine.
     """
     if is_remote(path):
@@ -43,7 +43,7 @@ def as_path(path: Any) -> Any:
 
 
 def check_scheme(path: str) -> None:
-    """Raises BadInput, with advice, for a URL that is not under gs:// or has no bucket."""
+    """Raises BadInput, with advice, for a URL that has no bucket or a scheme other than gs://."""
     scheme, _, remainder = path.partition("://")
     if scheme == "gs":
         if remainder.partition("/")[0] in ("", ".", ".."):  # such as gs://$BUCKET/run with BUCKET unset
@@ -56,7 +56,7 @@ def check_scheme(path: str) -> None:
         way_out = f"for a model from the Hub: jaxscale convert --from={name} --workdir=FOLDER"
     else:
         way_out = "copy it to a disk or to gs:// first, or mount it"
-    raise BadInput(f"{path}: {scheme}:// is not supported, only local folders and gs://; {way_out}")
+    raise BadInput(f"{path}: {scheme}:// is not supported; use a local path or gs:// ({way_out})")
 
 
 def absolute(path: Any) -> Any:
@@ -81,7 +81,7 @@ def write_bytes_atomic(path: Any, content: Any) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Any) -> Iterator[BinaryIO]:
-    """Yields a temporary file that replaces a local file when the block ends. A crash leaves the old or new file."""
+    """Yields a temporary file that atomically replaces a local file when the block ends."""
     target = as_path(path)
     fence.ask(target)
     temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}.tmp"
@@ -117,7 +117,7 @@ class Growing:
 
 @contextlib.contextmanager
 def growing_file(path: Any, num_bytes: int) -> Iterator[Growing]:
-    """Yields a local or remote file for writing num_bytes. It appears atomically. Raises OSError or BadInput."""
+    """Yields a writer for a local or remote file of num_bytes, which becomes visible when complete."""
     with contextlib.ExitStack() as stack:
         if is_remote(path):
             upload = Upload(storage.open_bucket(writing=True), os.fspath(path), num_bytes)
@@ -130,7 +130,7 @@ def growing_file(path: Any, num_bytes: int) -> Iterator[Growing]:
 
 
 def remove_temporaries(folder: Any, names: Sequence[str]) -> None:
-    """Removes temporary files of `replacing` with these names, left by killed processes, from a local folder."""
+    """Removes the temporary files that killed processes left when they replaced files with these names."""
     if is_remote(folder):
         return
     for name in names:
@@ -140,7 +140,7 @@ def remove_temporaries(folder: Any, names: Sequence[str]) -> None:
 
 
 def sync_folder(path: Any) -> None:
-    """Makes renames inside a local folder, or the content of a file, durable."""
+    """Calls fsync, which makes the content of a local file, or renames in a local folder, durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -149,14 +149,14 @@ def sync_folder(path: Any) -> None:
 
 
 def open_to_write(path: Any, flags: int, mode: int = 0o666) -> int:
-    """Opens a local file with os.open, without blocking on a pipe. Raises OSError, and BadInput as check_is_file."""
+    """Opens a local file with os.open, without blocking on a pipe. Raises OSError or the error of check_is_file."""
     check_is_file(path)
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
 
 
 @contextlib.contextmanager
 def locked(path: pathlib.Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """Holds the lock of a file, created if missing. If the lock is taken, first calls waiting(). Raises BadInput."""
+    """Locks a file, which is created if missing. If another process holds the lock, calls waiting() and waits."""
     with open(path, "ab", opener=open_to_write) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -172,7 +172,7 @@ def check_is_file(path: Any) -> None:
     is_broken_link = os.path.islink(path) and not os.path.exists(path)  # writing would create the link's target
     if is_broken_link or os.path.exists(path) and not os.path.isfile(path):
         kind = "a broken link" if is_broken_link else "a folder, a pipe or a device"
-        raise BadInput(f"{path} is {kind}, but must be a file; move it away")
+        raise BadInput(f"{path} must be a file, but is {kind}; move or delete it")
 
 
 def read_bytes(path: Any) -> bytes:
@@ -189,7 +189,7 @@ def open_binary(path: Any) -> BinaryIO:
 
 
 def read_json(path: Any) -> Any:
-    """Returns the JSON value in a file. Raises FileNotFoundError, or BadInput with the path for invalid JSON."""
+    """Returns the JSON value in a file. Raises FileNotFoundError, or BadInput for invalid JSON."""
     try:
         text = read_bytes(path)
     except FileNotFoundError:
@@ -199,7 +199,7 @@ def read_json(path: Any) -> Any:
     try:
         return parse_json(text)
     except BadInput as error:
-        raise BadInput(f"{path} is not valid JSON ({error}), so it was damaged or edited; restore it") from None
+        raise BadInput(f"{path} is not valid JSON ({error}): it was damaged or edited; restore it") from None
 
 
 def write_json(path: Any, value: Any) -> None:
@@ -210,9 +210,9 @@ def write_json(path: Any, value: Any) -> None:
 def make_run_dir(path: Any, mode: int = PRIVATE) -> Any:
     """Returns the folder of a run, created with `mode` if it is missing on a local disk.
 
-    The mode of an existing folder is unchanged. Object stores have no folders and are not accessed.
-    Raises BadInput if the path is empty or not supported for checkpoints, if a file has its name, or if the folder
-    cannot be created or written.
+    The mode of an existing folder is unchanged. An object store is not accessed, because it has no folders.
+    Raises BadInput if the path is empty, is a file, or is not supported for checkpoints, or if the folder cannot be
+    created or is not writable.
     """
     if not os.fspath(path).strip():
         raise BadInput(f"workdir={path!r} is empty; set a folder, such as --workdir=runs/first")
@@ -232,7 +232,7 @@ def make_run_dir(path: Any, mode: int = PRIVATE) -> Any:
         if not folder.is_dir():
             make_private(folder, mode)  # a run contains data samples and settings, and Orbax would use 0755
     except (FileExistsError, NotADirectoryError):
-        raise BadInput(f"workdir={path} has a file where a folder is needed; use a different workdir") from None
+        raise BadInput(f"workdir={path} or a parent of it is a file; use a different workdir") from None
     except OSError as error:
         cause = error.strerror or error
         raise BadInput(f"workdir={path} cannot be created ({cause}); use a different workdir") from None
@@ -248,7 +248,7 @@ def make_folder(folder: Any) -> None:
 
 
 def make_private(folder: pathlib.Path, mode: int = PRIVATE) -> None:
-    """Creates a local folder with this mode, and its parents with the default mode. Existing folders are unchanged."""
+    """Creates a local folder with `mode`, and its parents with the default mode. Existing folders are unchanged."""
     fence.ask(folder)
     try:
         folder.mkdir(parents=True, mode=mode)

@@ -33,10 +33,10 @@ def environment() -> dict[str, str]:
 
 
 def open_standard_streams() -> None:
-    """Opens the null device for each closed standard stream, since some service managers close them.
+    """Opens the null device for each closed standard stream. Some service managers close these streams.
 
-    Otherwise Python sets the stream to None, and the next opened file gets its descriptor: XLA, which logs to file
-    descriptor 2, would write into that file. Also makes stdout escape characters that its encoding lacks.
+    Otherwise, Python sets the stream to None, and the next file that is opened gets its descriptor. XLA logs to file
+    descriptor 2, and would write to that file. Also lets stdout escape characters outside its encoding.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -50,11 +50,11 @@ def open_standard_streams() -> None:
 
 
 def use_utf8() -> None:
-    """Restarts the process in Python's UTF-8 mode, which TensorStore assumes, if the locale has another encoding."""
+    """Restarts the process in Python's UTF-8 mode, if file names have a different encoding. TensorStore needs UTF-8."""
     if (encoding := sys.getfilesystemencoding()) == "utf-8":
         return
     if os.environ.get("PYTHONUTF8") == "1":
-        raise BadInput(f"Python uses {encoding} for file names despite PYTHONUTF8=1; remove its flags -E, -I and -X")
+        raise BadInput(f"Python uses {encoding} for file names despite PYTHONUTF8=1; omit its flags -E, -I and -X")
     os.environ["PYTHONUTF8"] = "1"
     restart()
 
@@ -73,11 +73,11 @@ def prepare() -> None:
 
 
 def order_collectives() -> None:
-    """Prevents deadlocks of collectives with several simulated devices on XLA:CPU.
+    """Prevents deadlocks of collectives on several simulated devices (XLA:CPU).
 
-    By default, XLA:CPU schedules for concurrency: independent collectives may start in a different order on each device
-    and deadlock, and after 40 s XLA's "rendezvous" ends the process (8 devices on 2 cores, jax 0.10.2: 5 of 23 small
-    runs, with 2 to 256 threads). With scheduling for memory, 60 of 60 runs completed.
+    By default, XLA:CPU schedules for concurrency: independent collectives can start in a different order on each device
+    and deadlock. XLA then ends the process after 40 s (8 devices on 2 cores, jax 0.10.2: 5 of 23 small runs, with 2 to
+    256 threads). With the scheduler for memory, 60 of 60 runs completed.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if simulated_devices() > 1 and "xla_cpu_scheduler_type" not in flags:
@@ -93,8 +93,8 @@ def simulated_devices() -> int:
 def prepare_ahead() -> None:
     """Sets JAX's environment for ahead-of-time compilation for other devices, without using local accelerators.
 
-    The CPU is JAX's only platform, even if the user has set another, since a TPU or GPU client would occupy the device.
-    JAX's compilation cache is off, since entries of such programs cannot be read back.
+    The only platform is the CPU, even if the user has selected another, because a TPU or GPU client would occupy the
+    device. The compilation cache is off, because cached programs for other devices cannot be loaded.
     """
     set_variables({"JAX_PLATFORMS": "cpu", CACHE_ENABLED: "false"})
 
@@ -111,10 +111,10 @@ def set_variables(variables: Mapping[str, str]) -> None:
 def keep_compiled_programs() -> None:
     """Enables JAX's compilation cache in the user's cache folder, so that the second start of a run compiles nothing.
 
-    Warns and leaves the cache off if the folder cannot be created or written. With several simulated CPU devices, the
-    cache is off unless JAX_ENABLE_COMPILATION_CACHE is set: a program that XLA:CPU loads does not order the collectives
-    in loops and branches with those outside, and two of them may join one rendezvous (jaxlib 0.10.2, 0.11.2, 0.12.0).
-    Of 48 small pipeline runs that loaded their step, 9 had wrong losses and 4 aborted; all 18 that compiled were equal.
+    Warns and leaves the cache off if the folder is not writable. With several simulated CPU devices, the cache is off
+    unless JAX_ENABLE_COMPILATION_CACHE is set. In a program loaded from the cache, XLA:CPU does not order collectives
+    in loops and branches relative to other collectives, and two of them may join the same rendezvous (jaxlib 0.10.2,
+    0.11.2, 0.12.0). Of 48 small pipeline runs with a cached step, 9 had wrong losses and 4 aborted.
     """
     if simulated_devices() > 1 and not has_accelerator() and CACHE_ENABLED not in os.environ:
         set_variables({CACHE_ENABLED: "false"})
@@ -137,8 +137,8 @@ def keep_compiled_programs() -> None:
 def use_huge_pages() -> None:
     """Restarts the process with huge pages for malloc if JAX will run on a Linux CPU.
 
-    glibc reads GLIBC_TUNABLES once, at process start. JAXSCALE_HUGE_PAGES=0 disables huge pages. They increased the
-    tokens/s of `bench step --spec=T` by 6 to 15% in four runs (2 cores, jax 0.10.2, 2026-11-23).
+    glibc reads GLIBC_TUNABLES once, when a process starts. JAXSCALE_HUGE_PAGES=0 disables huge pages. They increased
+    the tokens/s of `bench step --spec=T` by 6 to 15% in four runs (2 cores, jax 0.10.2, 2026-11-23).
     """
     if not sys.platform.startswith("linux") or os.environ.get("JAXSCALE_HUGE_PAGES", "1") == "0":
         return
@@ -149,22 +149,22 @@ def use_huge_pages() -> None:
 
 
 def has_huge_pages() -> bool:
-    """Returns True if malloc uses huge pages in this process, enabled by this module or the user."""
+    """Returns True if this module or the user has enabled huge pages for malloc in this process."""
     return "hugetlb" in os.environ.get("GLIBC_TUNABLES", "")
 
 
 def folder_mode(text: str) -> int:
-    """Returns the mode in --run_dir_mode. Raises BadInput for a mode without full access for the owner."""
+    """Parses --run_dir_mode. Raises BadInput if the mode does not give the owner full access."""
     if not re.fullmatch("0?7[0-7][0-7]", text):
         raise BadInput(
-            f"--run_dir_mode={text} must be an octal mode with all permissions for the owner, such as 0700 or 0750"
+            f"--run_dir_mode={text} must be an octal mode that gives the owner full access, such as 0700 or 0750"
         )
     return int(text, 8)
 
 
 @contextlib.contextmanager
 def files_as(mode: int) -> Iterator[None]:
-    """Sets the umask so that files created in the block, also by libraries, are as private as a folder with `mode`."""
+    """Sets the umask in the block, so that all new files, even those of libraries, have at most these permissions."""
     old = os.umask(0o777 & ~mode)
     try:
         yield
@@ -173,7 +173,7 @@ def files_as(mode: int) -> Iterator[None]:
 
 
 def has_accelerator() -> bool:
-    """Returns True if JAX is likely to find an accelerator. Checks device files, since JAX would initialize devices."""
+    """Returns True if JAX is likely to find an accelerator. Checks device files, and does not initialize devices."""
     chosen = os.environ.get("JAX_PLATFORMS", "")
     if chosen:
         return chosen.split(",")[0] != "cpu"

@@ -51,7 +51,7 @@ BACKSLASHED = "\\`*[]#!_"  # escaped by a backslash, which all Markdown parsers 
 
 
 def redact(text: str) -> str:
-    """Returns the text with secrets (values of secret variables, and known formats) replaced by `[redacted]`."""
+    """Replaces the values of secret variables, and other secrets in known formats, with `[redacted]`."""
     return without(known_values(frozenset(secret_values(os.environ))), text)
 
 
@@ -92,7 +92,7 @@ def secret_values(environment: Mapping[str, str]) -> set[str]:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Returns True for variables such as HF_TOKEN or WANDB_API_KEY, unless the value is short or an existing path."""
+    """Returns True if the name indicates a secret, and the value is neither short nor an existing path."""
     return names_secret(name) and len(value) >= FEWEST_CHARACTERS and not os.path.exists(value)
 
 
@@ -107,7 +107,7 @@ def names_secret(name: str) -> bool:
 
 @functools.lru_cache(maxsize=4)
 def known_values(values: frozenset[str]) -> re.Pattern | None:
-    """Returns a pattern for any of the values, also in JSON, URL or HTML encoding, or None without values."""
+    """Returns a pattern that matches the values and their JSON, URL and HTML encodings, or None if there are none."""
     quoted = functools.partial(urllib.parse.quote, safe="", errors="surrogateescape")
     forms = {form for value in values for form in (value, json.dumps(value)[1:-1], quoted(value), html.escape(value))}
     return re.compile("|".join(re.escape(form) for form in sorted(forms, key=len, reverse=True))) if forms else None
@@ -122,7 +122,7 @@ def printable(text: str) -> str:
 
 
 def on_one_line(name: Any) -> str:
-    """Returns a name on one line with control characters escaped, such as a newline as `\\n`."""
+    """Returns a name on one line. Control characters are escaped: a newline becomes `\\n`."""
     text = str(name)
     if text.isprintable():
         return text
@@ -130,7 +130,7 @@ def on_one_line(name: Any) -> str:
 
 
 def shown(text: str) -> str:
-    """Returns printable text with secrets redacted. Escape sequences are removed first: they could split a secret."""
+    """Returns printable text with secrets redacted. Escape sequences are removed first, in case they split a secret."""
     return redact(printable(text))
 
 
@@ -140,10 +140,10 @@ def in_html(text: Any) -> str:
 
 
 def in_markdown(text: Any) -> str:
-    """Returns the text escaped as one line of Markdown, also for table cells and headings.
+    """Returns the text escaped for one line of Markdown, which can be in a table cell or heading.
 
-    CommonMark and GitHub render no emphasis, code, link, image, HTML or autolink. GitHub still links e-mail
-    addresses and mentions (@name), and renders formulas between dollar signs.
+    CommonMark and GitHub then render no emphasis, code, links, images or HTML. GitHub still links e-mail addresses
+    and mentions (@name), and renders formulas between dollar signs.
     """
     line = redact(on_one_line(text))
     return SPECIAL.sub(lambda found: f"\\{found[0]}" if found[0] in BACKSLASHED else f"&#{ord(found[0])};", line)
@@ -155,7 +155,7 @@ def block_in_markdown(text: str) -> str:
 
 
 def in_slack(text: str) -> str:
-    """Returns a message escaped for Slack and similar chats, without hidden link targets and mentions."""
+    """Returns a message escaped for Slack and similar chats, without mentions and hidden link targets."""
     text = html.escape(shown(text), quote=False)  # <http://..|..>, <!channel> and <@U1> are Slack's markup
     text = re.sub("@(?=(?:all|channel|everyone|here)\\b)", "@\u200b", text, flags=re.IGNORECASE)  # Mattermost, Discord
     return text.replace("](", "] (")  # Markdown links

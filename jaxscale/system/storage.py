@@ -38,9 +38,9 @@ MAX_CONCURRENT = 16  # concurrent requests when many objects are deleted
 class ObjectPath(pathlib.PurePosixPath):
     """Path under gs://, with the methods of pathlib.Path that this package uses.
 
-    A folder exists while there is an object in it. Methods that access the service raise FileNotFoundError, Forbidden
-    or Unreachable, which are OSErrors. The methods relative_to, joinpath, match and parents of PurePosixPath do not
-    handle the bucket: use `/`, `parent` and `glob`.
+    A folder exists if it contains an object. Methods that access the service raise FileNotFoundError, Forbidden or
+    Unreachable, which are OSErrors. The inherited methods relative_to, joinpath, match and parents do not support
+    buckets; use `/`, `parent` and `glob`.
     """
 
     __slots__ = ()
@@ -56,7 +56,7 @@ class ObjectPath(pathlib.PurePosixPath):
 
     @property
     def key(self) -> str:
-        """Name of the object in its bucket, or '' for the bucket itself."""
+        """Name of the object in its bucket, or '' for a bucket."""
         return "/".join(self.parts[2:])
 
     @property
@@ -152,7 +152,7 @@ class ObjectPath(pathlib.PurePosixPath):
             raise FileNotFoundError(2, "no such object", self.url)
 
     def rmtree(self) -> None:
-        """Deletes all objects below the path that exist at the time of the call."""
+        """Deletes all objects below the path. Objects that are created during the call may remain."""
         bucket = path_bucket()
         names = [f"{self.url}/{name}" for name, _ in list_objects(bucket, self.url)]
         with concurrent.futures.ThreadPoolExecutor(MAX_CONCURRENT) as pool:
@@ -192,7 +192,7 @@ class Reader(io.RawIOBase):
 
 
 def list_objects(bucket: Bucket, url: str, **query: str) -> Iterator[tuple[str, int]]:
-    """Yields (name, bytes) of the objects in a folder, and (prefix, 0). query: delimiter='/', maxResults."""
+    """Yields (name, bytes) of the objects in a folder. With delimiter='/', yields (name, 0) for its subfolders."""
     name, _, prefix = url.removeprefix("gs://").rstrip("/").partition("/")
     prefix = f"{prefix}/" if prefix else ""
     query = {"prefix": prefix, "fields": "items(name,size),prefixes,nextPageToken"} | query
@@ -210,7 +210,7 @@ def list_objects(bucket: Bucket, url: str, **query: str) -> Iterator[tuple[str, 
 
 
 def objects_under(url: str) -> Iterator[tuple[str, int]]:
-    """Yields (name relative to `url`, bytes) of the objects below it. Raises BadInput if the bucket does not exist."""
+    """Yields (name relative to `url`, bytes) of the objects below `url`. Raises BadInput if there is no such bucket."""
     try:
         yield from list_objects(open_bucket(), url)
     except FileNotFoundError as error:
@@ -225,9 +225,9 @@ def path_bucket() -> Bucket:
 def open_bucket(
     *, writing: bool = False, clock: Clock = SYSTEM_CLOCK, silence: float = SILENCE, attempts: int = ATTEMPTS
 ) -> Bucket:
-    """Returns a client of Google's service with this machine's credentials, or of the emulator in the environment.
+    """Returns a client of Google Cloud Storage with this machine's credentials, or of the emulator in the environment.
 
-    Raises BadInput without gcsfs, or if the environment has the address of a different machine.
+    Raises BadInput if gcsfs is not installed, or if environment variables select a service on a different machine.
     """
     check_environment()
     if endpoint := os.environ.get(ENDPOINT, ""):
@@ -257,15 +257,15 @@ def authorisation(access: str) -> Callable[[dict[str, str]], None]:
 
 
 def require_gcsfs(name: str) -> None:
-    """Raises BadInput without gcsfs, which finds credentials, and which Orbax uses to read buckets."""
+    """Raises BadInput if gcsfs, which finds credentials and reads buckets for Orbax, is not installed."""
     if not packages.is_installed("gcsfs"):
         raise BadInput(f"{name} needs gcsfs: pip install 'jaxscale[gcs]'")
 
 
 def check_environment() -> None:
-    """Sets the environment of packages that access object stores. Must be called before they are imported.
+    """Sets environment variables of packages that access object stores. Call it before they are imported.
 
-    Raises BadInput if the environment would send requests for Google, with credentials, to a different machine.
+    Raises BadInput if environment variables would send requests with Google credentials to a different machine.
     """
     for name, value in CLIENT_VARIABLES.items():
         os.environ.setdefault(name, value)

@@ -112,23 +112,23 @@ def test_a_damaged_source_is_named_and_nothing_counts_as_a_step(run, tmp_path):
 def test_a_folder_in_use_is_never_written_to(kept, tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "diary.txt").write_text("x")
-    with pytest.raises(ValueError, match="is not empty, it contains diary.txt; choose a new folder"):
+    with pytest.raises(ValueError, match="is not empty: it contains diary.txt; choose a new folder"):
         average_steps(kept, [10], tmp_path / "notes")
-    with pytest.raises(ValueError, match="is not empty, it contains config.json"):
+    with pytest.raises(ValueError, match="is not empty: it contains config.json"):
         average_steps(kept, [10], kept.directory.parent)
     at_it = tmp_path / "mean" / "checkpoints" / "averaging-10" / "state"
     at_it.mkdir(parents=True)
     with folder_lock(tmp_path / "mean" / "checkpoints", ""):
-        with pytest.raises(ValueError, match="another process is writing into .*checkpoints now; wait until it ends"):
+        with pytest.raises(ValueError, match="another process is writing into .*checkpoints; wait until it ends"):
             average_steps(kept, [10], tmp_path / "mean")
     assert at_it.exists()
     average_steps(kept, [10], tmp_path / "mean")
-    with pytest.raises(ValueError, match="is not empty, it contains checkpoints/10"):
+    with pytest.raises(ValueError, match="is not empty: it contains checkpoints/10"):
         average_steps(kept, [20], tmp_path / "mean")
 
 
 def test_steps_that_do_not_fit_together_are_refused(run, tmp_path):
-    with pytest.raises(ValueError, match="--what=ema: step 20 has no such leaves, only done, epoch, flag, key"):
+    with pytest.raises(ValueError, match="--what=ema: step 20 contains only done, epoch, flag, key"):
         average_steps(run, [10, 20], tmp_path / "mean", what="ema")
     leaves = run.read_record(10)["leaves"]
     kept_run.reseal(run, 10, leaves=leaves | {"params/wide": [[96, 41], "float32", 1]})
@@ -142,5 +142,5 @@ def test_whole_numbers_that_differ_have_no_mean(kept, tmp_path):
         checkpoints.save(step, {"params": {"w": jnp.ones(3), "seen": jnp.int32(step)}}, {})
         checkpoints.wait()
     checkpoints.close()
-    with pytest.raises(ValueError, match="params/seen is int32 but differs between steps"):
+    with pytest.raises(ValueError, match=r"params/seen \(int32\) cannot be averaged"):
         average_steps(checkpoints, [1, 2], tmp_path / "mean")

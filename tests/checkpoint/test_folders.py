@@ -26,7 +26,7 @@ def test_only_steps_that_hold_a_checkpoint_count(saved):
 
 def test_a_file_where_the_checkpoints_should_be_is_one_line(tmp_path):
     (tmp_path / "checkpoints").write_text("")
-    with pytest.raises(ValueError, match="checkpoints is a file, but must be the folder of checkpoints; move it away"):
+    with pytest.raises(ValueError, match="must be the folder of checkpoints, but is a file; move the file away"):
         Checkpoints(tmp_path / "checkpoints", CheckpointConfig()).latest_step()
 
 

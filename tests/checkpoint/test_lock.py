@@ -342,7 +342,7 @@ def test_a_bucket_that_does_not_answer_is_borne_for_a_while_and_then_ends_the_ru
         with pytest.raises(ValueError, match="consecutive attempts failed"):
             held.check()  # no proof that the lock is ours: nothing may be committed
         clock.now += 2
-        with pytest.raises(Stop, match=r"could not be reached for 601 s \(lock.outage_seconds=600\): ") as stop:
+        with pytest.raises(Stop, match=r"was unreachable for 601 s, longer than lock.outage_seconds=600: ") as stop:
             held.poll()
         assert stop.value.code == Exit.STORAGE
         gcs.weather = Weather()

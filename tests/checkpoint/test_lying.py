@@ -74,7 +74,7 @@ def test_where_every_step_lies_it_ends_and_touches_nothing(run):
     before = sorted(run.directory.iterdir())
     (run.directory / "last_good.json").unlink()
     error = stop_of(restore_newest, run, lambda step: step)
-    assert error.code == Exit.CHECKPOINT_CORRUPT and "it is the record of step 30" in str(error)
+    assert error.code == Exit.CHECKPOINT_CORRUPT and "the folder contains the record of step 30" in str(error)
     assert set(before) - set(run.directory.iterdir()) == {run.directory / "last_good.json"}
 
 
@@ -84,15 +84,15 @@ def test_the_verbs_refuse_such_a_step_and_name_its_own(run, tmp_path, capsys):
     workdir = f"--workdir={run.directory.parent}"
     assert ckpt.main(["list", workdir]) == 0
     told = capsys.readouterr()
-    assert "UNREADABLE" in told.out and "it is the record of step 20" in told.err
+    assert "UNREADABLE" in told.out and "the folder contains the record of step 20" in told.err
     assert ckpt.main(["verify", workdir]) == Exit.CHECKPOINT_CORRUPT
-    assert "it is the record of step 20" in capsys.readouterr().out
+    assert "the folder contains the record of step 20" in capsys.readouterr().out
     for verb, *flags in (
         ("copy", f"--to={tmp_path}/copy"), ("average", "--steps=30,40", f"--to={tmp_path}/mean"),
         ("pin", "--steps=40"), ("merge_lora", f"--to={tmp_path}/merged"),
     ):  # fmt: skip
         error = stop_of(ckpt.main, [verb, workdir, *flags])
-        assert error.code == Exit.CHECKPOINT_CORRUPT and "it is the record of step 20" in str(error), verb
+        assert error.code == Exit.CHECKPOINT_CORRUPT and "the folder contains the record of step 20" in str(error), verb
     assert not (run.directory / "pinned").exists() and not list(tmp_path.glob("m*"))
     ckpt.main(["prune", workdir, "--keep_last=1", "--delete"])
     assert run.all_steps() == [30, 40]  # the newest honest one is not pushed out by it
@@ -105,9 +105,9 @@ def test_who_only_reads_takes_the_newest_honest_step_aloud_and_moves_nothing(run
     source = open_source(str(run.directory.parent), log=lines.append)
     assert source.step == 20 and run.all_steps() == [10, 20, 40]
     (line,) = lines
-    assert "it is the record of step 30" in line and line.endswith("using step 20")
+    assert "the folder contains the record of step 30" in line and line.endswith("using step 20")
     error = stop_of(open_source, str(run.directory.parent), wanted=40)
-    assert error.code == Exit.CHECKPOINT_CORRUPT and "it is the record of step 30" in str(error)
+    assert error.code == Exit.CHECKPOINT_CORRUPT and "the folder contains the record of step 30" in str(error)
 
 
 def spoil(path, how, other):

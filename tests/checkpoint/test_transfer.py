@@ -77,25 +77,25 @@ def test_another_run_is_never_written_over(kept, tmp_path):
     other = kept_run.make_run(tmp_path / "other", steps=(10, 20), seed=7)
     before = content(tmp_path / "other")
     for step in (20, 30):
-        with pytest.raises(ValueError, match="contains step 10 of another run; choose an empty folder"):
+        with pytest.raises(ValueError, match="contains step 10 of a different run; choose an empty folder"):
             copy_step(kept, step, tmp_path / "other")
     assert content(tmp_path / "other") == before
 
     twin = kept_run.copy_of(kept, tmp_path / "twin")  # the same config and data, but other numbers
     kept_run.reseal(twin, 10, health="suspect")
-    with pytest.raises(ValueError, match="has a different step 10 than"):
+    with pytest.raises(ValueError, match="contains a step 10 that differs from that of"):
         copy_step(kept, 20, tmp_path / "twin")
 
     copy_step(other, 10, tmp_path / "begun")
     (tmp_path / "begun" / "checkpoints" / "10").rename(tmp_path / "begun" / "checkpoints" / "copying-10")
-    with pytest.raises(ValueError, match="has a copy of another run"):
+    with pytest.raises(ValueError, match="has a copy from another run"):
         copy_step(kept, 20, tmp_path / "begun")
 
     (tmp_path / "fresh").mkdir()
     (tmp_path / "fresh" / "config.json").write_text(json.dumps({"config": {}}))  # started, and not yet saved
-    with pytest.raises(ValueError, match="contains a run that shares no step"):
+    with pytest.raises(ValueError, match="contains a run with no step in common"):
         copy_step(kept, 20, tmp_path / "fresh")
-    with pytest.raises(ValueError, match="is the folder of the copied run"):
+    with pytest.raises(ValueError, match="is the folder of the source run"):
         copy_step(kept, 20, kept.directory.parent)
 
 
@@ -112,7 +112,7 @@ def test_a_full_disk_is_one_line_and_the_copy_goes_on_afterwards(kept, tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
     try:
-        with pytest.raises(Stop, match="cannot be written: File too large; run the command again") as caught:
+        with pytest.raises(Stop, match="cannot be written: File too large; fix this and run") as caught:
             copy_step(kept, 20, tmp_path / "copy")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -142,7 +142,7 @@ def test_what_cannot_be_read_is_told_of_the_file_it_is_in_and_not_of_the_copy(ru
     (tmp_path / "copy/checkpoints/copying-20").mkdir(exist_ok=True)
     with folder_lock(tmp_path / "copy/checkpoints/copying-20", ""):
         with pytest.raises(
-            BadInput, match="another process is copying into .*copying-20 now; wait until it ends, or choose a"
+            BadInput, match="another process is copying into .*copying-20; wait until it ends, or choose a"
         ):
             copy_step(run, 20, tmp_path / "copy")
     assert copy_step(run, 20, tmp_path / "copy").num_files > 9
@@ -154,7 +154,7 @@ def test_a_step_that_training_deletes_meanwhile_is_one_line(run, tmp_path):
     def delete(done, total):
         path.unlink(missing_ok=True)
 
-    with pytest.raises(ValueError, match="_METADATA no longer exists: training deletes old steps; pin the step first"):
+    with pytest.raises(ValueError, match="_METADATA no longer exists, because training deletes old steps; pin"):
         copy_step(run, 20, tmp_path / "copy", delete)
 
 

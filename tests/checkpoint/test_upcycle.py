@@ -141,15 +141,15 @@ def test_what_promises_no_equal_loss_is_said_in_one_line(experts, told):
         (
             "copy",
             COPY | dict(mlp_dim=16),
-            ["model.experts.mlp_dim=16 must be 32, the width of the dense MLP of runs/a"],
+            ["model.experts.mlp_dim=16 must be 32, the MLP width of runs/a"],
         ),
         (
             "split",
             COPY | dict(mlp_dim=12),
-            ["mlp_dim=12 must be a proper divisor of 32, the width of the dense MLP of runs/a", "use 16, 8 or 4, or"],
+            ["mlp_dim=12 must be a proper divisor of 32, the MLP width of runs/a", "use 16, 8 or 4, or"],
         ),
-        ("split", COPY, ["mlp_dim=32 must be a proper divisor", "init.experts='copy' with 32"]),
-        ("split", SPLIT | dict(number=6), ["model.experts.number=6 must be a multiple of the 4 parts of a dense MLP"]),
+        ("split", COPY, ["mlp_dim=32 must be a proper divisor", "init.experts='copy' with mlp_dim=32"]),
+        ("split", SPLIT | dict(number=6), ["model.experts.number=6 must be a multiple of 4, the number of parts"]),
     ],
 )
 def test_widths_and_numbers_that_do_not_fit_are_refused_by_name(how, experts, told):
@@ -169,7 +169,7 @@ def test_so_are_checkpoints_of_other_models(dense):
     assert "attention/wk is float32[3,16,2,8] in the checkpoint, but float32[2,16,2,8] in this config; " in told
     mixture = SHAPES | {"params/blocks/mlp/router": [3, 16, 4]}
     model = tiny.config({"model": DENSE | dict(experts=COPY)}).model
-    for shapes, told in ((mixture, "runs/a already has experts; remove init.experts"), ({}, "runs/a has no gated MLP")):
+    for shapes, told in ((mixture, "runs/a already has experts; remove init.experts"), ({}, "which runs/a lacks")):
         with pytest.raises(BadInput, match=told):
             plan_upcycling("copy", model, shapes, "runs/a")
 
@@ -177,11 +177,11 @@ def test_so_are_checkpoints_of_other_models(dense):
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"init.what": "state"}, "what='state' has no optimizer moments for experts='copy'"),
-        ({"model.experts": None}, "init.experts='copy': this model has no experts; set model.experts"),
+        ({"init.what": "state"}, "experts='copy' cannot convert optimizer moments"),
+        ({"model.experts": None}, "init.experts='copy' needs a model with experts; set model.experts"),
         (
             {"init.from_path": None},
-            "experts applies only to initial weights from a checkpoint; also set from_path",
+            "experts requires a checkpoint with initial weights; set from_path",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -125,7 +125,7 @@ def test_what_may_not_or_cannot_be_reached_is_storage_and_not_damage(kept, monke
     else:
         name = {"record": "metadata", "tree": "_METADATA"}[part]
         refuse_to_open(monkeypatch, lambda path: path.name == name, error)
-    with pytest.raises(Stop, match="cannot be read now: .*; it is unknown whether it is intact") as caught:
+    with pytest.raises(Stop, match="cannot be read: .*; it was not verified") as caught:
         found(kept, 20)
     assert caught.value.code == Exit.STORAGE
 

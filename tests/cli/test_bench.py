@@ -151,8 +151,8 @@ def test_assignments_stand_in_front_of_a_command(tmp_path):
             "import sys; print('deep trouble', file=sys.stderr); sys.exit(3)",
             "command other ended with exit code 3: deep trouble",
         ),
-        ("print('fast!')", 'the command must print a JSON line with a positive number "tok_s": other'),
-        ('print(\'{"tok_s": "many"}\')', 'the command must print a JSON line with a positive number "tok_s": other'),
+        ("print('fast!')", 'the command must print a JSON line with a positive "tok_s": other'),
+        ('print(\'{"tok_s": "many"}\')', 'the command must print a JSON line with a positive "tok_s": other'),
     ],
 )
 def test_a_command_that_fails_is_one_clear_line(script, told):

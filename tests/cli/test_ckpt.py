@@ -101,7 +101,7 @@ def test_prune_touches_nothing_unless_told_and_keeps_what_training_would(do, run
 def test_average_of_the_last_steps_leaves_out_what_training_suspected(do, run, tmp_path):
     kept_run.reseal(run, 20, health="suspect")
     code, lines, told = do("average", "--last=2", f"--to={tmp_path / 'mean'}")
-    assert code == 0 and told == "excluded because not clean or not readable: 20\n"
+    assert code == 0 and told == "excluded because not healthy or not readable: 20\n"
     assert lines == [f"{tmp_path / 'mean'}: step 30, the mean of params of steps 10, 30 (3 leaves, 15.0 KiB)"]
     params = [kept_run.make_state(step)["params"] for step in (10, 30)]
     shapes = {"params": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params[0])}
@@ -126,10 +126,10 @@ def test_average_of_the_last_steps_leaves_out_what_training_suspected(do, run, t
         (["list", "--workdir=RUN", "--delete"], "--delete is not a flag of this command"),
         (["prune", "--workdir=RUN", "--keep_last=0"], "--keep_last=0 must be a whole number, 1 or more"),
         (["average", "--workdir=RUN", "--to=x"], "ckpt average needs either --last=5 or --steps=10,20,30"),
-        (["average", "--workdir=RUN", "--to=x", "--last=9"], "--last=9 exceeds the 3 clean steps"),
+        (["average", "--workdir=RUN", "--to=x", "--last=9"], "--last=9 exceeds the 3 healthy steps"),
         (
             ["average", "--workdir=RUN", "--to=RUN", "--last=2"],
-            "is not empty, it contains config.json; choose a new folder",
+            "is not empty: it contains config.json; choose a new folder",
         ),
         (["list", "--workdir=RUN", "--config=x.py"], "the settings are read from the work folder"),
     ],
@@ -265,10 +265,10 @@ def test_every_verb_works_in_a_bucket(kept, tmp_path):
         assert copied == {
             str(path.relative_to(kept.directory / "30")): path.read_bytes() for path in kept_run.files_of(kept, 30)
         }
-    assert "contains step 10 of another run" in answers[11][0] and "holds no checkpoint" in answers[12][0]
+    assert "contains step 10 of a different run" in answers[11][0] and "contains no checkpoint" in answers[12][0]
     assert answers[13][0].startswith("error: cannot access the bucket: ") and "Storage Object Viewer" in answers[13][0]
-    assert "cannot be read now: PERMISSION_DENIED; it is unknown whether it is intact" in answers[14][0]
-    assert "step 30 cannot be read now: PERMISSION_DENIED" in answers[15][0]
+    assert "cannot be read: PERMISSION_DENIED; it was not verified" in answers[14][0]
+    assert "step 30 cannot be read: PERMISSION_DENIED" in answers[15][0]
     back = Checkpoints(tmp_path / "back" / "checkpoints", CheckpointConfig())
     assert [path.read_bytes() for path in kept_run.files_of(back, 30)] == [
         path.read_bytes() for path in kept_run.files_of(kept, 30)

@@ -134,8 +134,8 @@ def test_help_begins_with_an_example(capsys):
         (["--workdir=w", "--limit=0", "--lm_eval=a"], "--limit=0 must be a whole number, 1 or more"),
         (["--workdir=w", "--chat", "--text=a"], "--chat applies only to --lm_eval; also set --lm_eval"),
         (["--workdir=w", "--config=c.py"], "the settings are read from the work folder"),
-        (["--workdir=/nowhere/run"], "--workdir=/nowhere/run holds no checkpoint"),
-        (["--workdir=w", "--steps=all"], "holds no checkpoint"),
+        (["--workdir=/nowhere/run"], "--workdir=/nowhere/run contains no checkpoint"),
+        (["--workdir=w", "--steps=all"], "contains no checkpoint"),
     ],
 )
 def test_bad_input_is_one_line(flags, wanted):
@@ -148,4 +148,4 @@ def test_a_step_or_data_that_do_not_fit_are_told(workdir, files):
     assert "no checkpoint of step 5; existing steps: 3, 7" in told(at, "--steps=3,5")
     assert "is a single checkpoint" in told(f"{at}/checkpoints/3", "--steps=all")
     long = f"--cloze=c={files}/words.jsonl"
-    assert "the continuation has 4 tokens, more than the limit of 2" in told(at, long, "--context=2")
+    assert "the continuation has 4 tokens, more than the context of 2" in told(at, long, "--context=2")

@@ -79,7 +79,7 @@ def test_operations_or_a_size_need_no_machine(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "set --config=FILE to plan a run, or one of --budget"),
+        ([], "use --config=FILE to plan, or one of --budget"),
         ([SEVEN], "--topology must be given"),
         ([SEVEN, "--topology=v99:8"], "unknown chip 'v99'"),
         ([SEVEN, "--topology=v5p-256", "--price=free"], "--price=free must be a number above 0"),
@@ -96,7 +96,7 @@ def test_operations_or_a_size_need_no_machine(tmp_path, capsys):
             "--config.model.remat requires a config; write the prop",
         ),
         (["--model_size=big"], "--model_size=big must be a number of parameters"),
-        (["--budget=1000", "--topology=tpu7x:2x2x1"], "no list price is known for TPU7x; set --price"),
+        (["--budget=1000", "--topology=tpu7x:2x2x1"], "TPU7x has no list price; set --price"),
         (["--budget=1000", "--flops=1e20"], "one of --budget=DOLLARS, --flops=NUMBER, --model_size"),
         ([SEVEN, "--topology=here"], "run: jaxscale bench step --save"),
         ([SEVEN, "--topology=v5p-256", "--config.mesh.tensor=3"], "needs a multiple of 3 devices"),

@@ -38,7 +38,7 @@ def test_the_end_of_a_run_is_forecast_with_an_interval_and_its_distance(runs, co
     assert told["bits_per_byte"]["middle"] == pytest.approx(made_ladder.BITS_PER_NAT * middle)
     assert f"{told['reach']:.3g} times the FLOPs of the ladder's largest run" in printed
     assert "a forecast of 64-800 from the other runs covers" in printed and told["largest_inside"]["64-800"] > 0.8
-    assert "but the 9 curves show" in printed and "Approach 2, parabolas at equal FLOPs: " in printed
+    assert "but the 9 curves have" in printed and "Approach 2, parabolas at equal FLOPs: " in printed
     law, size = made_ladder.LAW, told["best_size"]["Approach 3, a law"]["told"]
     assert (
         float(size.split("C ** ")[1][:4]) == pytest.approx(law.beta / (law.alpha + law.beta), abs=0.1)
@@ -69,7 +69,7 @@ def test_the_band_lies_in_the_work_folder_where_the_report_finds_it(runs, config
 def test_five_runs_are_forecast_where_the_noise_is_told(runs, config_file, tmp_path, capsys):
     five = ",".join(f"{runs}/{name}" for name in ("16-200", "16-800", "32-400", "64-200", "64-800"))
     argv = [f"--runs={five}", f"--config={config_file}", f"--json={tmp_path / 'all.json'}"]
-    with pytest.raises(ValueError, match="needs 7 or more finished runs, but the ladder has 5.*--noise=0.005"):
+    with pytest.raises(ValueError, match="needs at least 7 finished runs, but the ladder has 5.*--noise=0.005"):
         main(argv)
     assert main([*argv, "--noise=0.3%"]) == 0
     told, printed = json.loads((tmp_path / "all.json").read_text()), capsys.readouterr().out
@@ -85,7 +85,7 @@ def test_five_runs_are_forecast_where_the_noise_is_told(runs, config_file, tmp_p
 @pytest.mark.slow
 def test_without_the_same_schedule_there_is_no_band_and_nothing_is_written(runs, config_file, tmp_path, capsys):
     argv = [f"--runs={runs}/*", f"--config={config_file}", "--config.optim.warmup_tokens=20%"]
-    with pytest.raises(ValueError, match="no band can be written"):
+    with pytest.raises(ValueError, match="requires a loss band, which is missing"):
         main([*argv, f"--to={tmp_path / 'big'}"])
     assert "no band for the loss curve: the schedule of 16-200 is cosine" in capsys.readouterr().out
     assert not (tmp_path / "big").exists()
@@ -95,13 +95,13 @@ def test_without_the_same_schedule_there_is_no_band_and_nothing_is_written(runs,
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--runs=RUNS/16-*"], "needs 7 or more finished runs, but the ladder has 3"),
+        (["--runs=RUNS/16-*"], "needs at least 7 finished runs, but the ladder has 3"),
         (["--runs=RUNS/16-*", "--noise=0.5%"], "but the ladder has 3"),
         (["--runs=RUNS/*", "--noise=5"], "--noise=5 must be a fraction of the loss, at most 0.2"),
         (["--runs=RUNS/none*"], "matches no folder"),
         ([], "--runs must be given"),
         (["--runs=RUNS/*", "--draws=20"], "--draws=20 must be a whole number, 200 or more"),
-        (["--runs=RUNS/*", "--config.train_tokens=1 epoch"], "needs a data set of known length"),
+        (["--runs=RUNS/*", "--config.train_tokens=1 epoch"], "needs the length of the data set"),
         (["--runs=RUNS/*", "--token=5"], "did you mean --tokens"),
         (["--runs=RUNS/*", "--config.seq_len=32"], "the ladder has 0"),
     ],

@@ -132,7 +132,7 @@ def test_a_run_that_does_not_go_on_from_its_checkpoint_is_no_go(tmp_path, report
 
 def test_a_kill_before_any_checkpoint_was_committed_is_no_go(tmp_path, report):
     what, seen = failing_row(report, rehearse.run_killed, made(tmp_path, "os.kill(os.getpid(), 9)"), report)
-    assert what == "kill" and "without a checkpoint to resume from" in seen
+    assert what == "kill" and "no checkpoint to resume from" in seen
 
 
 def test_a_run_that_is_not_killed_is_no_go(tmp_path, report):

@@ -182,7 +182,7 @@ def test_help_begins_with_an_example(capsys):
     "flags, wanted",
     [
         (["--prompt=a"], "--workdir must be given"),
-        (["--workdir=/nowhere/run", "--prompt=a"], "--workdir=/nowhere/run holds no checkpoint"),
+        (["--workdir=/nowhere/run", "--prompt=a"], "--workdir=/nowhere/run contains no checkpoint"),
         (["--workdir=w", "--temperature=hot"], "--temperature='hot' is not a number"),
         (["--workdir=w", "--temperature=-1"], "temperature=-1.0 must be 0 or more"),
         (["--workdir=w", "--top_p=2"], "top_p=2.0 must be above 0 and at most 1"),
@@ -239,4 +239,4 @@ def test_what_a_model_cannot_read_is_told(tmp_path):
     gpt2 = {"name": "gpt2", "num_layers": 1, "embed_dim": 16, "num_heads": 2, "max_seq_len": 32, "vocab_size": 258}
     made_model.make_workdir(tmp_path / "short", {"model": gpt2 | {"compute_dtype": "float32"}})
     flags = [f"--workdir={tmp_path}/short", "--prompt=" + "x" * 32]
-    assert "has 32 tokens, but prompt and new tokens are limited to 32 (model.max_seq_len)" in told(*flags)
+    assert "has 32 tokens, but at most 32 (model.max_seq_len) are allowed" in told(*flags)

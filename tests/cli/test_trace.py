@@ -151,12 +151,12 @@ def test_a_document_lists_its_steps(home, run, capsys):
         (["--workdir={run}", "--step=-1"], "--step=-1 must be a whole number"),
         (["--workdir={run}", "--doc=x"], "no document of the corpus has this id or location"),
         (["--workdir=nowhere", "--step=1"], "has no config.json"),
-        (["--workdir={run}", "--step=1", "--config.seed=3"], "only data.* can be set"),
+        (["--workdir={run}", "--step=1", "--config.seed=3"], "set only data.* for moved data"),
         (
             ["--workdir={run}", "--step=1", "--config.data.max_epochs.web=3"],
             "determines the batches and is read from the work folder",
         ),
-        (["--workdir={run}", "--step=1", "--row=16"], "row=16 is outside of the 16 rows of batch 1; use 0 to 15"),
+        (["--workdir={run}", "--step=1", "--row=16"], "there are 16 rows in batch 1; use 0 to 15"),
         (
             ["--workdir={run}", "--step=12"],
             "step=12 is after the end of the run, which has 12 steps .*use 0 to 11",

@@ -77,7 +77,7 @@ def test_a_document_of_the_detour_is_found_by_its_name(rewound, capsys):
             {"train.recovery.clean_source": "wiki", "train.recovery.clean_steps": 2},
             "'wiki' is not a source of data.mixture",
         ),
-        ({"train.recovery.clean_steps": 2}, "clean_source=None and clean_steps=2 need each other"),
+        ({"train.recovery.clean_steps": 2}, "clean_source=None and clean_steps=2 must be set together"),
     ],
 )
 def test_a_clean_source_must_be_one_of_the_mixture(home, overrides, told_):

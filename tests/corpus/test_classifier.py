@@ -126,12 +126,12 @@ def test_weights_that_are_damaged_are_refused(weights, tmp_path, change, told):
 
 
 def test_examples_that_are_too_few_or_on_both_sides_are_refused_or_left_out():
-    with pytest.raises(ValueError, match="classifier.bad has 19 distinct texts that are not in the other set"):
+    with pytest.raises(ValueError, match="classifier.bad has 19 distinct texts, excluding texts in both"):
         train_classifier(GOOD, [*BAD[:19], *BAD[:19], *GOOD[:30]], CFG)
     assert train_classifier(GOOD, [*BAD, GOOD[0]], CFG)[1]["in_both"] == 1
     for values, told in (
-        ({"weights": "w", "good": ("g",)}, "set either weights, or good and bad"),
-        ({"held_out": 0.0}, "held_out=0.0 must be between 0 and 1"),
+        ({"weights": "w", "good": ("g",)}, "set either weights, to use a trained model, or good and bad"),
+        ({"held_out": 0.0}, "held_out=0.0 is the fraction for evaluation, and must be between 0 and 1"),
         ({"bits": 40}, "bits=40 must be from 10 to 24"),
     ):
         with pytest.raises(ValueError, match=told):
@@ -153,5 +153,5 @@ def test_a_fasttext_model_scores_by_its_label(tmp_path):
     labels, values = model.predict(GOOD[0], k=2)
     assert dict(kept.document.scores)[COLUMN] == round(dict(zip(labels, values))["__label__hq"], 4)
     assert dropped.reason == TOO_LOW
-    with pytest.raises(ValueError, match="has no label good; name one of __label__cc, __label__hq"):
+    with pytest.raises(ValueError, match="has no label good; use __label__cc, __label__hq"):
         make_classifier(ClassifierConfig(weights=str(tmp_path / "model.bin"), label="good"))

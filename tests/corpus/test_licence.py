@@ -40,7 +40,7 @@ def test_a_document_without_a_licence_is_kept_dropped_or_stops_the_work():
     assert reason("unknown", unknown="drop") == UNKNOWN_LICENCE
     assert reason("", unknown="drop", deny=("gpl*",)) == UNKNOWN_LICENCE
     assert reason("other", unknown="drop", allow=("other",)) == ""
-    with pytest.raises(ValueError, match=r"b.jsonl at 5 has no known licence \('none'\)"):
+    with pytest.raises(ValueError, match=r"b.jsonl at 5 has an unknown licence \('none'\)"):
         make_licence(LicenceConfig(unknown="stop"))([Document("x", licence="none", file="b.jsonl", offset=5)])
 
 

@@ -270,7 +270,7 @@ def test_a_torn_sketch_is_named(tmp_path, damage):
 
 def test_a_file_of_other_numbers_is_no_sketch(tmp_path):
     np.save(tmp_path / "0.npy", np.zeros(3))
-    with pytest.raises(ValueError, match="instead of .key, item. records"):
+    with pytest.raises(ValueError, match=", not records; delete it and prepare again"):
         open_run(tmp_path / "0.npy", 0, 1)
 
 

@@ -132,7 +132,7 @@ def test_the_published_thresholds_are_the_defaults():
         (FineWebConfig, {"short_line": -1}, "short_line=-1 must be at least 0"),
         (FineWebConfig, {"max_newlines_per_word": -1.0}, "max_newlines_per_word=-1.0 must be at least 0"),
         (RepetitionConfig, {"max_top_3gram": 2.0}, "max_top_3gram=2.0 must be from 0 to 1"),
-        (C4Config, {"end_marks": (".", " ")}, "must be non-blank strings; set terminal_punctuation=False"),
+        (C4Config, {"end_marks": (".", " ")}, "must be non-blank strings; to accept any line end, set"),
         (C4Config, {"min_sentences": 0}, "min_sentences=0 must be at least 1"),
     ],
 )

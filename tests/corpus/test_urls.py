@@ -53,7 +53,7 @@ def test_a_word_counts_as_a_whole_and_documents_without_an_address_are_kept_or_d
     assert outcomes(urls, words=words) == [(WORD, "casino"), (WORD, "bet"), ("", ""), ("", "")]
     assert outcomes(urls[2:], words=words, unknown="drop") == [("", ""), (UNKNOWN, "")]
     (tmp_path / "odd").write_text("free-stuff\n")
-    with pytest.raises(ValueError, match="'free-stuff', which is not a single word of a URL"):
+    with pytest.raises(ValueError, match="'free-stuff', which is not all letters and digits"):
         outcomes(urls, words=str(tmp_path / "odd"))
 
 

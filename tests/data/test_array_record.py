@@ -78,7 +78,7 @@ def test_a_run_reads_a_file_of_ids_by_its_documents(tmp_path):
     )
     (_, lengths), *_ = opened(eos_id=0).train_rows.documents.members("train", 0)
     assert sorted(lengths.tolist()) == [3, 4]
-    with pytest.raises(ValueError, match="does not store document ends; set data.eos_id"):
+    with pytest.raises(ValueError, match="requires an end-of-document id; set data.eos_id"):
         opened()
 
 
@@ -86,10 +86,10 @@ def test_a_run_reads_a_file_of_ids_by_its_documents(tmp_path):
 def test_a_record_that_does_not_fit_is_named(tmp_path):
     make = dict(dtype="uint16", vocab_size=300, eos_id=0)
     path = write_records(tmp_path / "odd", [b"\1\0", b"\1\0\2"])
-    with pytest.raises(ValueError, match="odd: record 1 of 3 bytes is not a multiple of the size of uint16"):
+    with pytest.raises(ValueError, match="odd: record 1 has 3 bytes, which is not a multiple of the size of uint16"):
         import_array_record(SourceFile(str(path), path.name, "web"), tmp_path, **make)
     path = write_records(tmp_path / "beyond", [b"\1\0", b"\xff\xff"])
-    with pytest.raises(ValueError, match="beyond: record 1: token id 65535 .* not among the 300 ids"):
+    with pytest.raises(ValueError, match="beyond: record 1: token id 65535 .* outside the vocabulary of 300 ids"):
         import_array_record(SourceFile(str(path), path.name, "web"), tmp_path, **make)
     assert not (tmp_path / "tokens.json").exists()
 
@@ -108,7 +108,7 @@ def test_a_file_that_is_missing_cut_or_of_another_kind_is_named(tmp_path):
 
 def test_shards_of_two_types_do_not_share_a_file(tmp_path):
     shards = [write_shard(tmp_path, f"s{size}", [[1]], size) for size in (300, 70_000)]
-    with pytest.raises(ValueError, match="uint16 and uint32 cannot share a file"):
+    with pytest.raises(ValueError, match="cannot contain shards of uint16 and uint32"):
         export_array_record(shards, tmp_path / "a")
 
 

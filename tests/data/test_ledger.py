@@ -141,7 +141,7 @@ def test_a_document_that_is_not_there_or_held_out_is_an_error(folder):
 
 def test_synthetic_tokens_have_no_documents():
     corpus = open_data(DataConfig(name="synthetic"), seq_len=T, vocab_size=9, seed=0, say=lambda line: None)
-    with pytest.raises(ValueError, match="has no documents: its tokens are random"):
+    with pytest.raises(ValueError, match="so there are no documents to trace"):
         Ledger(corpus, corpus.batches(2))
 
 

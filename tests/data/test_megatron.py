@@ -144,13 +144,13 @@ def change(path, place, content):
         (lambda idx: change(idx, 0, b"X"), "is not a Megatron index"),
         (lambda idx: change(idx, 9, b"\2"), "has version 2"),
         (lambda idx: change(idx, 17, b"\x09"), "type 9"),
-        (lambda idx: change(idx, 17, b"\x06"), "type 6 .float64. is not a type of token ids|are not contiguous"),
+        (lambda idx: change(idx, 17, b"\x06"), "type 6 .float64.; token ids must be integers|are not contiguous"),
         (lambda idx: idx.write_bytes(idx.read_bytes()[:-1]), "truncated"),
         (lambda idx: idx.write_bytes(idx.read_bytes() + b"too much"), "too long"),
         (lambda idx: change(idx, HEAD.size, b"\3"), "are not contiguous"),
         (lambda idx: change(idx, HEAD.size, b"\xff\xff\xff\xff"), "are not contiguous"),
-        (lambda idx: change(idx, HEAD.size + 3 * 12, b"\1"), "does not cover all of its 3 sequences"),
-        (lambda idx: change(idx, HEAD.size + 3 * 12 + 8, b"\4"), "does not cover all of its 3 sequences"),
+        (lambda idx: change(idx, HEAD.size + 3 * 12, b"\1"), "does not cover all 3 sequences"),
+        (lambda idx: change(idx, HEAD.size + 3 * 12 + 8, b"\4"), "does not cover all 3 sequences"),
     ],
 )
 def test_a_damaged_index_is_named(tmp_path, damage, told):

@@ -55,7 +55,7 @@ def test_usual_weights_are_met_exactly():
         np.testing.assert_allclose(counts / counts.sum(), values, atol=1e-12)
     counts = whole_counts(np.array([0.9999, 0.0001]))
     assert counts[1] >= 1 and counts[1] / counts.sum() == pytest.approx(0.0001, rel=0.01)
-    with pytest.raises(ValueError, match="less than 1 in 16384"):
+    with pytest.raises(ValueError, match="less than 1/16384"):
         whole_counts(np.array([1 - 1e-6, 1e-6]))
 
 
@@ -101,7 +101,7 @@ def test_a_capped_source_stops_at_its_cap_and_leaves_its_share_to_the_others():
 
 
 def test_a_run_that_outlasts_all_its_sources_is_refused_before_it_begins():
-    with pytest.raises(ValueError, match=r"every source of data.mixture ends after .* tokens, but the run has"):
+    with pytest.raises(ValueError, match=r"limits data.mixture to .* tokens, but the run has .* tokens"):
         plan({"web": 0.5, "math": 0.5}, {"web": 0.1, "math": 2}, total_steps=100)
     plan({"web": 0.5, "math": 0.5}, {"web": 0.1, "math": 2}, total_steps=25)
 
@@ -121,12 +121,12 @@ def test_stages_start_at_amounts_of_training(start):
             "names 'books', which is not a source of the training data; the sources are web, code",
         ),
         ({"web": 1.0}, {"books": 1.0}, "data.max_epochs names 'books'"),
-        ({"10 steps": {"web": 1.0}}, {}, "starts at batch 10; its first stage must start at '0'"),
-        ({"0": {"web": 1.0}, "0%": {"web": 1.0}}, {}, "two stages that start at the same batch"),
+        ({"10 steps": {"web": 1.0}}, {}, "starts at batch 10; set the start of its first stage to '0'"),
+        ({"0": {"web": 1.0}, "0%": {"web": 1.0}}, {}, "stages of data.mixture start at the same batch"),
         ({"0": {"web": 1.0}, "soon": {"web": 1.0}}, {}, "is not an amount of training"),
-        ({"0": {"web": 1.0}, "web": 0.5}, {}, "but not both"),
-        ({"web": 0.0}, {}, "finite and at least 0, and one must be above 0"),
-        ({"web": -1.0, "code": 2.0}, {}, "finite and at least 0, and one must be above 0"),
+        ({"0": {"web": 1.0}, "web": 0.5}, {}, "do not mix the two"),
+        ({"web": 0.0}, {}, "finite and at least 0, and one weight must be above 0"),
+        ({"web": -1.0, "code": 2.0}, {}, "finite and at least 0, and one weight must be above 0"),
     ],
 )
 def test_what_is_wrong_with_a_mixture_is_one_line(mixture, max_epochs, message):

@@ -35,13 +35,13 @@ def test_ids_come_from_the_settings_or_else_from_the_tokenizer():
         (
             MaskedLmConfig(mask_id=1000),
             20,
-            "but the model has model.vocab_size=1000; set model.vocab_size to 1001 or more",
+            "which is outside model.vocab_size=1000; set model.vocab_size to at least 1001",
         ),
-        (MaskedLmConfig(mask_id=65), 20, "which the tokenizer uses for text; use an id that it does not have"),
+        (MaskedLmConfig(mask_id=65), 20, "which the tokenizer uses for text; use an id outside its vocabulary"),
         (SpanCorruptionConfig(), 20, "data.objective.first_sentinel_id must be given"),
-        (SpanCorruptionConfig(first_sentinel_id=950), 20, "set model.vocab_size to 1050 or more"),
-        (SpanCorruptionConfig(first_sentinel_id=300), 2048, "has up to 102 spans, but there are 100 sentinels"),
-        (SpanCorruptionConfig(first_sentinel_id=256), 20, "is used by"),
+        (SpanCorruptionConfig(first_sentinel_id=950), 20, "set model.vocab_size to at least 1050"),
+        (SpanCorruptionConfig(first_sentinel_id=300), 2048, "needs 102 sentinels, but there are only 100"),
+        (SpanCorruptionConfig(first_sentinel_id=256), 20, "both use id 256"),
         (Ul2Config(first_sentinel_id=300), 64, "data.objective.mode_ids has no id for the modes R, S, X"),
     ],
 )
@@ -55,7 +55,7 @@ def test_an_id_that_is_missing_is_told_with_the_setting(cfg, seq_len, told):
     ("make", "told"),
     [
         (lambda: MaskedLmConfig(rate=0.0), "rate=0.0"),
-        (lambda: MaskedLmConfig(mask_part=0.8, random_part=0.3), "together at most 1"),
+        (lambda: MaskedLmConfig(mask_part=0.8, random_part=0.3), "their sum at most 1"),
         (lambda: SpanCorruptionConfig(noise_density=1.0), "noise_density=1.0"),
         (lambda: SpanCorruptionConfig(mean_span=0.5), "mean_span=0.5"),
         (lambda: SpanCorruptionConfig(multiple_of=0), "multiple_of=0"),

@@ -357,5 +357,5 @@ def test_a_batch_keeps_its_further_fields():
     padding = padding_row(made.tokens.shape[1], encoder_len=made.encoder.tokens.shape[1])
     assert stack_rows([padding, padding]).encoder.tokens.shape == made.encoder.tokens.shape
     assert padding_row(8, prefix=True).prefix.shape == (8,)
-    with pytest.raises(ValueError, match="some do not"):
+    with pytest.raises(ValueError, match="all rows must have the same fields"):
         stack_rows([padding_row(8), padding_row(8, prefix=True)])

@@ -113,7 +113,7 @@ def test_merged_skips_leave_the_past_as_it_was(recorded, configured, at_step):
 
 
 def test_a_skip_in_the_past_is_refused_and_one_line_says_where_to_begin():
-    with pytest.raises(ValueError, match=r"batches 3 to 4, but the run has reached batch 12 \(step 10\)"):
+    with pytest.raises(ValueError, match=r"range 3 to 4, but the run is at batch 12 \(step 10\)"):
         merge_skips([(4, 6)], [(3, 6)], at_step=10)
     assert merge_skips([(4, 6)], [(4, 6), (12, 14)], at_step=10) == ((4, 6), (12, 14))
     assert merge_skips([(4, 6)], [], at_step=10) == ((4, 6),)

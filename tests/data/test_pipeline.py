@@ -194,7 +194,7 @@ def test_the_type_of_a_raw_bin_follows_the_models_vocabulary(folder):
     ids.astype("<u2").tofile("two.bin")
     num_tokens = lambda name, size: open_quietly(name="tokens", files=name, vocab_size=size).train_rows.num_tokens
     assert num_tokens("four.bin", 65_537) == num_tokens("two.bin", 65_536) == 3800
-    with pytest.raises(ValueError, match="four.bin does not look like uint16 ids.*; set data.token_dtype=uint32"):
+    with pytest.raises(ValueError, match="four.bin does not look like uint16 ids.*; use data.token_dtype=uint32"):
         num_tokens("four.bin", 65_536)
     with pytest.raises(ValueError, match="two.bin contains token id 63999, but the model has model.vocab_size=60000"):
         num_tokens("two.bin", 60_000)
@@ -211,13 +211,13 @@ def test_our_own_shards_are_known_by_their_header_with_tokenizer_and_sources(fol
     with pytest.raises(BadInput, match="tokens.bin is in data.files and in data.val_files"):
         open_quietly(name="tokens", files=shard, val_files=shard.replace(".bin", ".json"))
     np.testing.assert_array_equal(tokens.batches(4).batch(3).tokens, text.batches(4).batch(3).tokens)
-    with pytest.raises(ValueError, match="contains token id 256, but the model has model.vocab_size=256; set it to"):
+    with pytest.raises(ValueError, match="contains token id 256, but .*; set model.vocab_size to"):
         open_quietly(name="tokens", files=shard, vocab_size=256)
     path = save_tokenizer(folder)
     np.arange(100, dtype="<u2").tofile("raw.bin")
-    with pytest.raises(ValueError, match="contains token id 99, which data.tokenizer=.* does not have"):
+    with pytest.raises(ValueError, match="contains token id 99, but data.tokenizer=.* has ids up to"):
         open_quietly(name="tokens", files="raw.bin", tokenizer=path)
-    with pytest.raises(BadInput, match=f"is not the tokenizer of {folder / shard}, .* with end token 256"):
+    with pytest.raises(BadInput, match=f"did not produce {folder / shard}, .*end token 256"):
         open_quietly(name="tokens", files={"raw": "raw.bin", "own": shard}, tokenizer=path)
 
 
@@ -229,9 +229,9 @@ def test_a_shard_of_others_that_tells_less_is_trained_on_or_refused_in_one_line(
     writer.finish(None, {"tokenizer": made_with, "text_bytes": 0, "skipped": {}, "files": []})
     opened = functools.partial(open_quietly, name="tokens", files="own.bin")
     assert opened(val_fraction=0.0).train_rows.num_documents == 20
-    with pytest.raises(BadInput, match="own.bin lists the files of 0 of its 20 documents.*or data.val_fraction=0"):
+    with pytest.raises(BadInput, match="own.bin lists files for 0 documents, but there are 20.*or data.val_fraction=0"):
         opened()
-    with pytest.raises(BadInput, match="is not the tokenizer of .*, which is gone.json with end token unknown"):
+    with pytest.raises(BadInput, match="did not produce .*, which was encoded with gone.json .end token unknown"):
         opened(tokenizer="bytes")
 
 
@@ -270,7 +270,7 @@ def test_synthetic_tokens_need_no_file_and_cover_the_vocabulary():
         (dict(files="long.txt", tokenizer="none.json"), "data.tokenizer=none.json does not exist"),
         (
             dict(files="long.txt", vocab_size=256),
-            "ids up to 256, but the model has model.vocab_size=256; set it to 257",
+            "ids up to 256, but the model has model.vocab_size=256; set model.vocab_size to 257",
         ),
         (dict(files="long.txt", cache_dir="long.txt"), "data.cache_dir=long.txt is a file"),
         (dict(name="tokens", files="long.txt"), "long.txt is not a .bin of token ids"),
@@ -302,7 +302,7 @@ def test_a_row_longer_than_the_corpus_and_an_empty_validation_set_are_errors(fol
     (folder / "short.txt").write_text("x" * 50)
     with pytest.raises(ValueError, match="has 49 training tokens, fewer than one sequence of seq_len=64"):
         open_quietly(files="short.txt", seq_len=64)
-    with pytest.raises(ValueError, match="validation set is empty .* raise data.val_fraction, or set it to 0"):
+    with pytest.raises(ValueError, match="validation set is empty .* increase data.val_fraction, or set it to 0"):
         open_quietly(files="short.txt", val_fraction=0.01)
 
 

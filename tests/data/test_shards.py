@@ -99,7 +99,9 @@ def test_an_empty_block_changes_nothing(tmp_path):
 def test_an_id_beyond_the_vocabulary_is_named_and_nothing_of_it_is_written(tmp_path, bad):
     writer = ShardWriter(tmp_path, "s", vocab_size=257, eos_id=256, sources=["web"])
     writer.add(np.array([1, 2]), "web")
-    with pytest.raises(ValueError, match=rf"token id {bad} in document 1 of .*s\.bin is not among the 257 ids"):
+    with pytest.raises(
+        ValueError, match=rf"token id {bad} in document 1 of .*s\.bin is outside the vocabulary of 257 ids"
+    ):
         writer.add(np.array([3, bad]), "web")
     with pytest.raises(ValueError, match=rf"token id {bad} in document 3 of .*s\.bin"):
         writer.add_block(np.array([256, 1, 2, 256, 3, bad, 256]), [1, 3, 3], [0, 0, 0])
@@ -109,18 +111,18 @@ def test_an_id_beyond_the_vocabulary_is_named_and_nothing_of_it_is_written(tmp_p
 
 
 def test_an_end_token_beyond_the_vocabulary_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="the end token 257 is not among the 257 ids"):
+    with pytest.raises(ValueError, match="the end token 257 is outside the vocabulary of 257 ids"):
         ShardWriter(tmp_path, "s", vocab_size=257, eos_id=257, sources=["web"])
 
 
 @pytest.mark.parametrize(
     ("lengths", "sources", "told"),
     [
-        ([1, 1], [0, 0], "3 ids do not match lengths of 2 documents"),
-        ([3, 0], [0, 0], "3 ids do not match lengths of 2 documents"),
+        ([1, 1], [0, 0], "3 ids do not match the lengths of 2 documents"),
+        ([3, 0], [0, 0], "3 ids do not match the lengths of 2 documents"),
         ([1, 2], [0, 0], "does not end with the end token 256"),
-        ([1, 2], [0], "1 source numbers for 2 documents"),
-        ([1, 2], [0, 1], "2 source numbers for 2 documents"),
+        ([1, 2], [0], "1 source numbers must be 2 indices"),
+        ([1, 2], [0, 1], "2 source numbers must be 2 indices"),
     ],
 )
 def test_a_block_that_does_not_fit_together_is_refused(tmp_path, lengths, sources, told):

@@ -152,7 +152,7 @@ def test_labels_in_a_later_file_alone_are_read_too(tmp_path):
     write_table(tmp_path / "set" / "b.parquet", table)
     corpus = opened(tmp_path, f"{tmp_path}/set/*.parquet", seq_len=4)
     assert np.fromfile(corpus.shards[0].loss_mask_path, np.uint8).tolist() == [1] * 12 + [0, 0, 1]
-    with pytest.raises(BadInput, match="a.parquet has a loss mask; data.objective.name='prefix_lm'"):
+    with pytest.raises(BadInput, match="a.parquet has a loss mask, which data.objective.name='prefix_lm'"):
         opened(tmp_path, f"{tmp_path}/set/*.parquet", seq_len=4, objective=PrefixLmConfig())
 
 
@@ -160,10 +160,10 @@ BAD = [
     (dict(input_ids=[1, 2], labels=[1]), "has 1 labels for 2 token ids"),
     (
         dict(input_ids=[1, 2], labels=[2, 3]),
-        r"has labels\[0\]=2 where the token id is 1; a label must equal its token id",
+        r"has labels\[0\]=2, but token id 1 at the same index; a label must equal its token id",
     ),
     (dict(input_ids=[1, 2, 3], attention_mask=[1, 0, 1]), "has padding between tokens in its attention_mask"),
-    (dict(input_ids=[1, 2, 3], attention_mask=[1, 1, 2]), "has 2 in its attention_mask, which must be 1"),
+    (dict(input_ids=[1, 2, 3], attention_mask=[1, 1, 2]), "has 2 in its attention_mask; use 1 for tokens"),
     (dict(input_ids=[1, None, 3]), "'input_ids' is not a list of integers"),
     (dict(input_ids=[1, 50_000]), "has the token id 50000|contains token id 50000"),
     (dict(input_ids=[1, -1]), "has the token id -1"),
@@ -251,7 +251,7 @@ def test_ids_beside_text_need_the_tokenizer_by_name(tmp_path):
         BadInput, match="a.parquet contains token ids, and .*b.parquet contains text; set data.tokenizer"
     ):
         opened(tmp_path, (ids, text))
-    with pytest.raises(BadInput, match="has token ids, the other text; set data.tokenizer"):
+    with pytest.raises(BadInput, match="mix token ids and text; set data.tokenizer"):
         opened(tmp_path, ids, val_files=text)
     both = opened(tmp_path, (ids, text), tokenizer="bytes", vocab_size=300)
     assert documents_of(both) == [[1, 2, 3]] * 40 + [[97, 98, 99, 256]] * 40

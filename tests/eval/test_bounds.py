@@ -96,7 +96,7 @@ def test_what_items_hold_in_memory_is_bounded_and_what_is_cut_is_given_back(tmp_
     found = encode_items("cloze", read_items([path], "cloze"), reading)
     assert found.cut == 3 and all(span.ids.base is None or span.ids.base.nbytes < 100 for span in found.spans)
     monkeypatch.setattr(named, "MAX_IDS", 25)
-    with pytest.raises(BadInput, match="x.jsonl:3: the items up to this one have more than 25 tokens"):
+    with pytest.raises(BadInput, match="x.jsonl:3: all items so far, with contexts, have more than 25 tokens"):
         encode_items("cloze", read_items([path], "cloze"), reading)
 
 
@@ -107,7 +107,7 @@ def test_text_that_is_held_in_memory_is_bounded(tmp_path, monkeypatch):
     assert sum(len(ids) for ids, _ in one.loaded().in_memory[0]) == 600
     monkeypatch.setattr(text, "MAX_TOKENS", 500)
     with pytest.raises(
-        BadInput, match="a.txt: more than 500 tokens, which are stored in memory; set a limit of documents"
+        BadInput, match="a.txt: more than 500 tokens, the maximum in memory; set `limit` to fewer documents"
     ):
         one.loaded()
 

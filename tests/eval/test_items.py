@@ -74,25 +74,25 @@ def test_the_word_to_guess_is_the_last_one_with_its_space(tmp_path):
 @pytest.mark.parametrize(
     "kind, line, told",
     [
-        ("choice", '{"a": 1}', "has the fields a; an item has context, choices and answer"),
+        ("choice", '{"a": 1}', "has the fields a, but needs context, choices and answer"),
         ("choice", "[1]", "is a list, but an item must be an object"),
         ("choice", "{", "is not JSON"),
-        ("choice", json.dumps(PIQA | {"label": 2}), "has label=2, which is not an index of its 2 answers"),
-        ("choice", json.dumps(PIQA | {"goal": 3}), "has no text in 'goal', but 3"),
-        ("choice", json.dumps(ARC | {"answerKey": "E"}), "has the answerKey 'E', and the labels A, B"),
+        ("choice", json.dumps(PIQA | {"label": 2}), "has label=2, which is not a zero-based index of its 2 answers"),
+        ("choice", json.dumps(PIQA | {"goal": 3}), "must have text in 'goal', not 3"),
+        ("choice", json.dumps(ARC | {"answerKey": "E"}), "has answerKey 'E', but labels A, B"),
         ("choice", json.dumps(OWN | {"choices": [" 3"]}), "has fewer than two choices"),
         ("choice", json.dumps(PIQA | {"sol2": ""}), "has an empty answer"),
         ("choice", json.dumps(OWN | {"answer": " 4"}), "has the answer ' 4', which is not one of its choices"),
         (
             "choice",
             json.dumps(OWN | {"choices": ["a", "a"], "answer": "a"}),
-            "which is more than one of its choices",
+            "which occurs more than once in its choices",
         ),
-        ("choice", json.dumps(PIQA | {"label": "9" * 5000}), "which is not an index of its 2 answers"),
-        ("choice", json.dumps(ARC | {"answerKey": "E" * 300_000}), "has the answerKey 'EEE"),
-        ("choice", json.dumps(OWN | {"choices": [" 3", ""]}), "has no list of texts in 'choices'"),
+        ("choice", json.dumps(PIQA | {"label": "9" * 5000}), "which is not a zero-based index of its 2 answers"),
+        ("choice", json.dumps(ARC | {"answerKey": "E" * 300_000}), "has answerKey 'EEE"),
+        ("choice", json.dumps(OWN | {"choices": [" 3", ""]}), "must have a list of nonempty texts in 'choices'"),
         ("cloze", '{"text": "ends in "}', "ends in a space"),
-        ("cloze", '{"words": "a"}', "it needs text, or context and target"),
+        ("cloze", '{"words": "a"}', "has the fields words, but needs text, or context and target"),
     ],
 )
 def test_a_record_that_is_no_item_is_named(tmp_path, kind, line, told):
@@ -168,7 +168,7 @@ def test_a_context_is_cut_at_the_left_and_a_continuation_never():
     span, cut = span_of(encode_pair(reading, "abcdef", "xy"), 4)
     assert bytes(span.ids.tolist()) == b"defxy" and span.first == 3 and cut
     assert not span_of(encode_pair(reading, "abc", "xy"), 4)[1]
-    with pytest.raises(ValueError, match="the continuation has 5 tokens, more than the limit of 4; remove it"):
+    with pytest.raises(ValueError, match="the continuation has 5 tokens, more than the context of 4; remove the item"):
         span_of(encode_pair(reading, "a", "vwxyz"), 4)
     with pytest.raises(ValueError, match="evaluation item f:1: the continuation has 5 tokens"):
         encode_items("cloze", [EvalItem("f:1", "a", ("vwxyz",), ("vwxyz",), 0)], reading)

@@ -100,7 +100,7 @@ def test_truncated_contexts_are_scored_and_their_number_is_logged_once(served):
 )
 def test_a_continuation_that_cannot_be_scored_is_refused_with_its_context(served, continuation, told):
     """lm-eval's HFLM stops there too: assert len(continuation_enc) > 0, and <= self.max_length."""
-    with pytest.raises(BadInput, match=f"lm-eval's request with the context '.*the end': {told}") as error:
+    with pytest.raises(BadInput, match=f"lm-eval request with context '.*the end': {told}") as error:
         log_likelihoods(served, [("a", "b"), ("the beginning " + "x" * 99 + " and the end", continuation)])
     assert "beginning" not in str(error.value)
 
@@ -108,7 +108,7 @@ def test_a_continuation_that_cannot_be_scored_is_refused_with_its_context(served
 def test_likelihoods_that_are_not_numbers_are_told(served):
     broken = served._replace(params=jax.tree.map(lambda leaf: leaf * np.float32(np.nan), served.params))
     for ask, asked in ((log_likelihoods, [("a", "b")]), (rolling_log_likelihoods, ["ab"])):
-        with pytest.raises(ValueError, match="likelihoods of this checkpoint are NaN; evaluate another step"):
+        with pytest.raises(ValueError, match="this checkpoint gives NaN likelihoods; evaluate another step"):
             ask(broken, asked)
 
 

@@ -121,7 +121,7 @@ def test_a_longer_stride_gives_a_long_text_less_context(model, tmp_path):
         found[stride] = open_evaluators({"x": settings}, reading)[0].metrics(scorer, model.params)
     assert {metrics["evals/x/tokens"] for metrics in found.values()} == {300}
     assert len({metrics["evals/x/loss"] for metrics in found.values()}) == 3
-    with pytest.raises(ValueError, match="evals.x.files: stride=17 is more than the context of 16 tokens"):
+    with pytest.raises(ValueError, match="evals.x.files: stride=17 must be at most the context of 16 tokens"):
         open_evaluators({"x": TextEval(files=str(tmp_path / "long.txt"), stride=17)}, reading)
 
 

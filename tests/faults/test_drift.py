@@ -183,14 +183,14 @@ def test_an_allowed_change_goes_on_is_told_and_stays_on_record(home, capsys):
 @pytest.mark.fault("F13")
 def test_arrays_of_another_shape_are_refused_even_where_the_setting_is_allowed(home):
     code, told = refusal(home, "--config.model.embed_dim=32", "--allow_change=model")
-    assert code is Exit.CONFIG_MISMATCH and "does not fit" in told and "float32[" in told
+    assert code is Exit.CONFIG_MISMATCH and "does not match this config" in told and "float32[" in told
 
 
 @pytest.mark.fault("F13")
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("seed", "the rows of each step depend on seed"),
+        ("seed", "the data of each step depend on seed"),
         ("optim,batch_tokens", "depend on batch_tokens"),
         ("lr", "lr is not a setting"),
         ("peak_lr", "did you mean optim.peak_lr?"),

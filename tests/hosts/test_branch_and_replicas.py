@@ -48,7 +48,7 @@ def test_a_fault_on_the_second_process_is_named_by_both_and_a_passing_one_leaves
     with start(tmp_path, "lasting", JAXSCALE_FLIP_BIT=f"5:{OTHER}:99") as run:
         assert run.codes() == [Exit.SILENT_CORRUPTION] * 2, run.log(0) + run.log(1)
         for number in (0, 1):
-            assert f"after step 6 device {OTHER} (cpu, process 1) has different bits in params/" in run.log(number)
+            assert f"after step 6, device {OTHER} (cpu, process 1) has different bits in params/" in run.log(number)
 
 
 @pytest.mark.soak

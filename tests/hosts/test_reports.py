@@ -75,6 +75,6 @@ def test_a_second_failure_is_told_as_well(all_reports):
 def test_who_missed_the_news_stops(all_reports):
     all_reports[1].failed(4, FULL)
     assert news(all_reports[1], 6) is None
-    with pytest.raises(Stop, match="all processes were to report at step 8") as stop:
+    with pytest.raises(Stop, match="all processes must report at step 8") as stop:
         news(all_reports[2], 9)
     assert stop.value.code == Exit.PEER_LOST

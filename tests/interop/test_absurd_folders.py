@@ -28,24 +28,24 @@ def bring_in(folder, workdir):
         (LLAMA, "num_hidden_layers", ABSURD, "num_hidden_layers=1000000000 is too large: there are 30 tensors"),
         (LLAMA | {"model_type": "gemma2", "architectures": []}, "num_hidden_layers", ABSURD, "there are 30 tensors"),
         (LLAMA, "num_hidden_layers", 10**400, "num_hidden_layers=a number of 1,329 bits is too large"),
-        (LLAMA, "num_hidden_layers", -1, "num_hidden_layers=-1 must be an integer, 1 or more"),
-        (LLAMA, "num_hidden_layers", "x" * 9999, "must be an integer, 1 or more"),
+        (LLAMA, "num_hidden_layers", -1, "num_hidden_layers=-1 must be a positive integer"),
+        (LLAMA, "num_hidden_layers", "x" * 9999, "must be a positive integer"),
         (LLAMA, "vocab_size", ABSURD, "vocab_size=1000000000 is too large: the longest tensor axis is 96"),
         (LLAMA, "hidden_size", ABSURD, "hidden_size=1000000000 is too large"),
         (LLAMA, "intermediate_size", ABSURD, "intermediate_size=1000000000 is too large"),
-        (LLAMA, "num_attention_heads", 0, "num_attention_heads=0 must be an integer, 1 or more"),
-        (LLAMA, "num_key_value_heads", 1.5, "num_key_value_heads=1.5 must be an integer"),
-        (LLAMA, "max_position_embeddings", [], r"max_position_embeddings=\[\] must be an integer"),
+        (LLAMA, "num_attention_heads", 0, "num_attention_heads=0 must be a positive integer"),
+        (LLAMA, "num_key_value_heads", 1.5, "num_key_value_heads=1.5 must be a positive integer"),
+        (LLAMA, "max_position_embeddings", [], r"max_position_embeddings=\[\] must be a positive integer"),
         (LLAMA, "max_position_embeddings", 1 << 60, "is too large: no model has a longer context"),
         (GPT2, "n_positions", ABSURD, "n_positions=1000000000 is too large: the longest tensor axis is 96"),
         (GPT2, "n_layer", ABSURD, "n_layer=1000000000 is too large"),
         (SMALL_MIXTRAL, "num_local_experts", ABSURD, "=1000000000 is too large: the largest router has"),
         (SMALL_MIXTRAL, "num_experts", ABSURD, "num_experts=1000000000 is too large"),
-        (SMALL_MIXTRAL, "num_local_experts", 0, "num_local_experts=0 must be an integer, 1 or more"),
+        (SMALL_MIXTRAL, "num_local_experts", 0, "num_local_experts=0 must be a positive integer"),
         (LLAMA, "rope_theta", "x" * 9999, "rope_theta='x.* must be a number"),
         (LLAMA, "hidden_act", "x" * 9999, "hidden_act='x.* is not supported for llama"),
         (LLAMA, "architectures", 7, "architectures=7 must be a list of names"),
-        (LLAMA, "eos_token_id", -1, "eos_token_id=-1 must be an id from 0 to 95, or a list of them"),
+        (LLAMA, "eos_token_id", -1, "eos_token_id=-1 must be an id from 0 to 95, or a list of such ids"),
         (LLAMA, "eos_token_id", [2, 96], r"eos_token_id=\[2, 96\] must be an id from 0 to 95"),
         (LLAMA, "eos_token_id", 2.0, "eos_token_id=2.0 must be an id"),
         (LLAMA, "eos_token_id", "2", "eos_token_id='2' must be an id"),
@@ -131,7 +131,7 @@ def test_an_odd_end_in_a_work_folder_is_one_line(tmp_path, found):
     with_tokenizer(tmp_path / "hf", config=SMALL)
     assert bring_in(tmp_path / "hf", tmp_path / "run") == 0
     (tmp_path / "run" / "tokenizer" / "generation_config.json").write_text(json.dumps({"eos_token_id": found}))
-    with pytest.raises(BadInput, match="generation_config.json: eos_token_id=.* must be an id, or a list of ids"):
+    with pytest.raises(BadInput, match="generation_config.json: eos_token_id=.* must be a token id or a list"):
         open_saved(tmp_path / "run", {})
 
 

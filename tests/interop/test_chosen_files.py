@@ -59,7 +59,7 @@ def test_a_tensor_that_two_files_have_otherwise_is_refused_and_both_are_named(tm
         if is_same:
             assert_same(read_all(folder), values)
         else:
-            with pytest.raises(BadInput, match=f"lm_head.weight in {SHARDS[0]} and in {SHARDS[1]} differ"):
+            with pytest.raises(BadInput, match=f"lm_head.weight differs between {SHARDS[0]} and {SHARDS[1]}"):
                 open_checkpoint(str(folder))
 
 
@@ -75,7 +75,7 @@ def test_a_variant_is_read_only_under_the_usual_name(tmp_path, names, rename):
     (tmp_path / "hf" / WEIGHTS).unlink()
     for name in names:
         (tmp_path / "hf" / name).write_bytes(b"")
-    with pytest.raises(BadInput, match=f"{names[-1]} is a variant, .* rename it to {rename}"):
+    with pytest.raises(BadInput, match=f"only the variant {names[-1]}, .* rename it to {rename}"):
         open_checkpoint(str(tmp_path / "hf"))
 
 

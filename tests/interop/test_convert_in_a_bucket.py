@@ -46,5 +46,5 @@ def test_a_model_comes_from_a_bucket_into_one_and_goes_out_to_one(tmp_path, gcs)
 
 def test_a_bucket_without_a_model_is_told_apart_from_one_that_is_not_there(gcs):
     gcs.put("bucket", "other", b"x")
-    with pytest.raises(ValueError, match="--from=gs://bucket/hf is not a folder with files"):
+    with pytest.raises(ValueError, match="--from=gs://bucket/hf is not a folder, or is empty"):
         convert.main(["--from=gs://bucket/hf", "--workdir=gs://bucket/run"])

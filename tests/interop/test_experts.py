@@ -140,10 +140,10 @@ def test_experts_of_a_layer_in_one_tensor_are_the_same_as_each_by_itself(tmp_pat
         (lambda t: t.update({"model.layers.1.mlp.experts.gate_up_proj": np.zeros((5, 16, 24), "f4")}),
          r"experts.0.gate_proj.weight has shape \[8, 24\], but config.json requires \[12, 16\]"),  # turned
         (lambda t: t.update({"model.layers.1.mlp.experts.gate_up_proj": np.zeros((5, 23, 16), "f4")}),
-         r"has shape \[5, 23, 16\], but config.json requires 5 experts, 2 matrices of each"),
+         r"has shape \[5, 23, 16\], but config.json requires 5 experts and 2 matrices per expert"),
         (lambda t: t.update({"model.layers.1.mlp.experts.gate_up_proj": np.zeros((5,), "f4")}), r"has shape \[5\]"),
         (lambda t: t.update({"model.layers.1.mlp.experts.4.up_proj.weight": np.zeros((12, 16), "f4")}),
-         "has model.layers.1.mlp.experts.4.up_proj.weight twice, under two names or both separate and fused"),
+         "has model.layers.1.mlp.experts.4.up_proj.weight twice .two names, or separate and fused.; remove one"),
         (lambda t: t.update({"model.layers.0.mlp.experts.down_proj": np.zeros((5, 16, 12), "f4")}),
          "has model.layers.0.mlp.experts.0.down_proj.weight.* and 2 more, which qwen3_moe with this config.json does"),
         (lambda t: t.pop("model.layers.2.mlp.experts.gate_up_proj"),
@@ -245,7 +245,7 @@ def test_adapters_of_experts_are_merged_and_never_kept_beside(tmp_path, config):
         wanted = values[f"{module}.weight"] + 6 / 4 * (b.astype(np.float64) @ a.astype(np.float64))
         np.testing.assert_array_equal(merged.pop(f"{module}.weight"), wanted.astype(np.float32))
     assert_same(merged, {name: values[name] for name in merged})
-    with pytest.raises(ValueError, match="adapts (experts, which a run cannot train|dense_blocks.*); merge it"):
+    with pytest.raises(ValueError, match="adapts (experts, which a LoRA run cannot train|dense_blocks.*); omit"):
         convert.main([*flags, f"--workdir={tmp_path / 'start'}", "--adapter"])
 
 
@@ -259,7 +259,7 @@ def test_adapters_of_attention_stay_beside_and_those_of_joined_experts_are_refus
     assert sorted(read_folder(tmp_path / "out")) == sorted(read_folder(tmp_path / "adapter"))
     file = tmp_path / "adapter" / "adapter_config.json"  # as PEFT 0.21 has it of transformers 5
     file.write_text(json.dumps(json.loads(file.read_text()) | {"target_parameters": ["gate.weight", "gate_up_proj"]}))
-    with pytest.raises(ValueError, match="target_parameters=.* is not supported; use PEFT's"):
+    with pytest.raises(ValueError, match="target_parameters=.* is not supported; merge the adapter"):
         convert.main([*flags, f"--workdir={tmp_path / 'joined'}"])
 
 
@@ -284,8 +284,8 @@ def test_adapters_of_what_rope_turns_come_in_and_go_out_in_the_order_of_each(tmp
 @pytest.mark.parametrize(
     ("experts", "leaf", "told"),
     [
-        (dict(), "blocks/mlp/down", "blocks/mlp/down is an adapter of experts, .*; merge it"),
-        (dict(first_dense=1), "blocks/attention/wq", "the first layers have no experts and no adapters"),
+        (dict(), "blocks/mlp/down", "blocks/mlp/down has an adapter, but adapters of experts .*; merge it"),
+        (dict(first_dense=1), "blocks/attention/wq", "the layers without experts have no adapters"),
     ],
 )
 def test_adapters_that_peft_could_not_be_told_of_are_not_exported(experts, leaf, told):

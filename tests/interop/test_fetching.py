@@ -111,7 +111,7 @@ def test_what_the_hub_does_not_give_is_told_in_a_line_without_the_token(server, 
     done = bring_in(server, tmp_path, "--from=org/private")
     assert (
         done.returncode == 2
-        and "--from=org/private does not exist on the Hub, or HF_TOKEN has no access" in done.stderr
+        and "--from=org/private does not exist on the Hub, or HF_TOKEN grants no access" in done.stderr
     )
     done = bring_in(server, tmp_path, "--from=org/name", "--revision=none", HF_TOKEN=TOKEN)
     assert done.returncode == 2 and "org/name at none does not exist on the Hub" in done.stderr
@@ -140,7 +140,7 @@ def test_what_names_a_repository_and_what_is_a_path(tmp_path, monkeypatch):
         assert hub.repository(name) == ("org/name", revision)
     for path in ("runs/name", "name", "./org/name", "/org/name", "org/name/more", "gs://org/name", "s3://org/name"):
         assert hub.repository(path) is None
-    with pytest.raises(BadInput, match="--revision=v1 needs a repository on the Hub, but --from=runs/name is a path"):
+    with pytest.raises(BadInput, match="--revision=v1 applies to the Hub, but --from=runs/name is a path"):
         convert.main(["--from=runs/name", "--workdir=run", "--revision=v1"])
 
 

@@ -21,14 +21,14 @@ THEIRS = {version: json.loads((HERE / f"file_choices_{version}.json").read_text(
 CASES = file_choices.cases()
 PICKLED = "is pickled and is never read, because unpickling can run code"
 NO_WEIGHTS = "has neither model.safetensors nor model.safetensors.index.json"
-GONE = "model.safetensors.index.json: weight_map maps .* to {}, which is missing; fetch it"
+GONE = "model.safetensors.index.json: weight_map maps .* to {}, which is missing; download it"
 NO_DEFAULT = (
     "additional_chat_templates has tool_use.jinja but no default.jinja, so transformers ignores the "
-    "chat_template of {}; write the template to use into .*chat_template.jinja"
+    "chat_template of {}; save the required template as .*chat_template.jinja"
 )
 TWO_MODELS = (
     "adapter in .*adapter is for .*base, but its folder also has {0}: transformers 5 applies it to {0}, "
-    "transformers 4 and PEFT to .*base; give --base"
+    "but transformers 4 and PEFT to .*base; select one with --base"
 )
 REFUSED = {
     "weights": {
@@ -36,16 +36,16 @@ REFUSED = {
         "index whose shards are gone": GONE.format(file_choices.SHARDS[0]),
         "index whose second shard is gone": GONE.format(file_choices.SHARDS[1]),
         "a tensor in another shard than the index says": "gate_proj.weight' to model-00002-of-00002.safetensors, "
-        "which does not contain it",
-        "a tensor in both shards with other numbers": "lm_head.weight in model-00001-of-00002.safetensors and in "
-        "model-00002-of-00002.safetensors differ",
+        "which does not contain this tensor",
+        "a tensor in both shards with other numbers": "lm_head.weight differs between "
+        "model-00001-of-00002.safetensors and model-00002-of-00002.safetensors",
         "pickled": f"has pytorch_model.bin, which {PICKLED}",
         "pickled, and index whose shards are gone": GONE.format(file_choices.SHARDS[0]),
         "pickled shards": f"has pytorch_model-00001-of-00002.bin, which {PICKLED}",
         "pickled shards, and one pickled": PICKLED,
-        "variant": f"{NO_WEIGHTS}; model.fp16.safetensors is a variant",
+        "variant": f"{NO_WEIGHTS}, only the variant model.fp16.safetensors",
         "variant, and pickled": f"has pytorch_model.bin, which {PICKLED}",
-        "variant in shards": f"{NO_WEIGHTS}; model.safetensors.index.fp16.json is a variant",
+        "variant in shards": f"{NO_WEIGHTS}, only the variant model.safetensors.index.fp16.json",
         "consolidated": f"{NO_WEIGHTS}; there is consolidated.safetensors",
         "one file in a subfolder": NO_WEIGHTS,
         "config.json names another file": "config.json: transformers_weights='other.safetensors' is not supported",
@@ -56,7 +56,7 @@ REFUSED = {
     },
     "end": {},
     "template": {
-        "several in settings, none of them default": "has the chat templates tool_use, but none is called default",
+        "several in settings, none of them default": "has the chat templates tool_use, but none is named default",
         "more and settings": NO_DEFAULT.format("tokenizer_config.json"),
         "more and several in settings": NO_DEFAULT.format("tokenizer_config.json"),
         "processor and more": NO_DEFAULT.format("chat_template.json"),
@@ -65,8 +65,8 @@ REFUSED = {
         "pickled adapter": "has no adapter_model.safetensors; adapter_model.bin is a pickle",
         "adapter with a whole model": TWO_MODELS.format("model.safetensors"),
         "adapter with a whole model in shards": TWO_MODELS.format("model.safetensors.index.json"),
-        "settings of an adapter with a whole model": "has no adapter_model.safetensors; fetch it",
-        "adapter without its settings, with a whole model": "--adapter needs a PEFT adapter",
+        "settings of an adapter with a whole model": "has no adapter_model.safetensors; download it",
+        "adapter without its settings, with a whole model": "--adapter requires a PEFT adapter",
         "adapter of an adapter": "first has no config.json",
     },
 }

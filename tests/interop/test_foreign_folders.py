@@ -68,7 +68,7 @@ def test_a_link_that_leads_out_of_a_folder_is_not_followed(tmp_path, name, how):
         (folder / "more").symlink_to(secret.parent)
         secret = "more/secret.json"
     (folder / name).symlink_to(secret)
-    with pytest.raises(BadInput, match=f"{name} is a link to .*home/secret.json, outside its folder; if"):
+    with pytest.raises(BadInput, match=f"{name} is a link to .*home/secret.json, outside its folder; to use"):
         bring_in(folder, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -143,14 +143,14 @@ def test_the_same_command_after_a_hub_that_refused_goes_on_with_the_push(server,
 def test_what_can_never_be_sent_is_refused_before_anything_is_converted(tmp_path, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.delenv("HF_ENDPOINT", raising=False)
-    with pytest.raises(ValueError, match="a token with write access in the environment variable HF_TOKEN"):
+    with pytest.raises(ValueError, match="a token with write access; set the environment variable HF_TOKEN"):
         hub.check_push("org/name", tmp_path)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     hub.check_push("org/name", tmp_path)
     for name in ("name", "../x", "org/name/more", "org/..", "org/a--b", "https://x/y", "org/na me"):
         with pytest.raises(ValueError, match="must be a Hugging Face Hub repository, written as OWNER/NAME"):
             hub.check_push(name, tmp_path)
-    with pytest.raises(ValueError, match="--push needs a local folder, but gs://bucket/out is remote"):
+    with pytest.raises(ValueError, match="--push requires a local folder, but gs://bucket/out is remote"):
         hub.check_push("org/name", "gs://bucket/out")
     monkeypatch.setenv("HF_ENDPOINT", "http://198.51.100.7")
     with pytest.raises(ValueError, match="would send the token unencrypted"):

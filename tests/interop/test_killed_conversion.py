@@ -124,7 +124,7 @@ def test_an_export_goes_on_after_the_files_that_were_finished(killed):
 
 def test_a_folder_of_another_conversion_is_not_gone_on_with(tmp_path):
     Journal(tmp_path / "converting.json", "one").begin()
-    with pytest.raises(ValueError, match="is from a different conversion, or the files have changed"):
+    with pytest.raises(ValueError, match="is from a different conversion, or the source files have changed"):
         Journal(tmp_path / "converting.json", "two").begin()
 
 
@@ -132,7 +132,7 @@ def test_two_conversions_do_not_write_into_one_folder_and_a_dead_one_holds_nothi
     first = Journal(tmp_path / "converting.json", "one")
     assert not first.begin()
     with pytest.raises(
-        ValueError, match=f"another process is converting into {tmp_path} now; wait until it ends, or choose a"
+        ValueError, match=f"another process is converting into {tmp_path}; wait until it ends, or choose a"
     ):
         Journal(tmp_path / "converting.json", "one").begin()
     first.close()  # as the system does where a process dies

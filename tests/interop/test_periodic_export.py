@@ -149,9 +149,9 @@ def test_an_export_that_was_finished_when_the_run_was_killed_is_told_and_not_mad
     [
         ({"export.every_steps": -1}, "export: every_steps=-1 must be 0 or more"),
         ({"export.every_steps": 7}, "export.every_steps=7 must be a multiple of checkpoint.save_every_steps=500"),
-        ({"export.push_to": "org/name"}, "push_to has no effect with every_steps=0"),
+        ({"export.push_to": "org/name"}, "push_to requires exports, but every_steps=0"),
         ({"export.every_steps": 500, "export.push_to": "name"}, "must be a Hugging Face Hub repository"),
-        ({"export.every_steps": 500, "export.ema": True}, "export.ema=true needs an average"),
+        ({"export.every_steps": 500, "export.ema": True}, "export.ema=true needs an EMA"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(overrides, told):

@@ -22,7 +22,7 @@ def test_an_index_leads_to_no_file_outside_its_folder(tmp_path, name):
     index = json.loads((tmp_path / "hf" / INDEX).read_text())
     index["weight_map"]["lm_head.weight"] = name
     (tmp_path / "hf" / INDEX).write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="maps 'lm_head.weight' to .* not a .safetensors file in its folder"):
+    with pytest.raises(ValueError, match="maps 'lm_head.weight' to .* not a .safetensors file in the same folder"):
         open_checkpoint(str(tmp_path / "hf"))
 
 
@@ -33,11 +33,11 @@ def test_an_index_and_its_files_must_agree(tmp_path):
     (tmp_path / "hf" / INDEX).write_text(json.dumps({"weight_map": moved}))
     wrong = index["weight_map"]["lm_head.weight"] != moved["lm_head.weight"]
     assert wrong
-    with pytest.raises(ValueError, match="which does not contain it; fetch both again"):
+    with pytest.raises(ValueError, match="which does not contain this tensor; download both files again"):
         open_checkpoint(str(tmp_path / "hf"))
     (tmp_path / "hf" / INDEX).write_text(json.dumps(index))
     (tmp_path / "hf" / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(ValueError, match="to model-00002-of-00003.safetensors, which is missing; fetch it"):
+    with pytest.raises(ValueError, match="to model-00002-of-00003.safetensors, which is missing; download it"):
         open_checkpoint(str(tmp_path / "hf"))
     (tmp_path / "hf" / INDEX).write_text("{}")
     with pytest.raises(ValueError, match="weight_map must map"):

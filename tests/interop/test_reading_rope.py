@@ -69,11 +69,11 @@ def test_each_way_of_saying_it_is_read_as_transformers_reads_it_or_is_refused_by
 def test_what_is_said_in_two_places_that_differ_is_named_with_what_transformers_takes():
     told = {
         "llama proportional both": "partial_rotary_factor",
-        "llama linear both": "transformers ignores its rope_theta=500000.0",
+        "llama linear both": "transformers ignores rope_theta=500000.0",
     }
-    told |= {"gemma3_text linear old_type": "type='linear', but transformers uses rope_type='default'"}
-    told |= {"gemma3_text linear other_shape": "rope_parameters has rope_type next to the layer types"}
-    told |= {"llama llama3 original_outside": "needs original_max_position_embeddings in rope_scaling"}
+    told |= {"gemma3_text linear old_type": "type='linear' differs from rope_type='default'"}
+    told |= {"gemma3_text linear other_shape": "rope_parameters has rope_type outside the groups"}
+    told |= {"llama llama3 original_outside": "requires one original_max_position_embeddings"}
     for name, line in told.items():
         with pytest.raises(BadInput, match=line):
             families.read(CASES[name])

@@ -203,8 +203,8 @@ def test_it_is_no_run_to_go_on_with(tmp_path):
         (["--workdir=x"], "convert needs either --from=FOLDER, to import a model, or --to=FOLDER"),
         (["--from=a", "--to=b"], "needs either --from=FOLDER"),
         (["--from=a"], "convert needs --workdir=FOLDER"),
-        (["--from=a", "--workdir=b", "--dtype=float32"], "--dtype applies only to an export"),
-        (["--from=a", "--workdir=b", "--ema"], "--ema applies only to an export"),
+        (["--from=a", "--workdir=b", "--dtype=float32"], "--dtype applies only to exports"),
+        (["--from=a", "--workdir=b", "--ema"], "--ema applies only to exports"),
         (["--workdir=a", "--to=b", "--dtype=float8"], "--dtype=float8 must be bfloat16 or float32"),
         (["--workdir=nothing", "--to=b"], "nothing has no checkpoint; give the work folder of a run"),
         (["--workdir=a", "--to=b", "--config=c"], "the settings are read from the model's config.json"),
@@ -224,7 +224,7 @@ def test_steps_weights_and_sizes_that_are_not_there_are_named(tmp_path):
     bring_in(tmp_path / "hf", tmp_path / "run")
     to = [f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"]
     for flag, told in (
-        ("--step=5", "--step=5 does not exist; the steps are 0"),
+        ("--step=5", "--step=5 does not exist; available steps: 0"),
         ("--ema", "step 0 has no ema; set train.ema.decay"),
         ("--shard_bytes=5,0e9", "--shard_bytes=5,0e9 must be a number of bytes, such as 5e9"),
         ("--shard_bytes=0", "--shard_bytes=0 must be a number of bytes, such as 5e9"),

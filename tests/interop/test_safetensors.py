@@ -54,7 +54,7 @@ BROKEN = {
     "no UTF-8": (b'{"\xff\xfe": 1}', b"", None, "its header is not a JSON object"),
     "deep": (b"[" * 100_000, b"", None, "its header is not a JSON object"),
     "a list": ([1, 2], b"", None, "its header is not a JSON object"),
-    "a name twice": (b'{"a": 1, "a": 2}', b"", None, "'a' appears twice"),
+    "a name twice": (b'{"a": 1, "a": 2}', b"", None, "'a' appears more than once"),
     "no shape": ({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, b"1234", None, "'a' must have exactly dtype"),
     "more": ({"a": tensor([1], 0, 4, code="x")}, b"1234", None, "'a' must have exactly dtype"),
     "dtype": ({"a": tensor([1], 0, 4, "F33")}, b"1234", None, "'a' has dtype 'F33', not one of F32"),

@@ -297,7 +297,7 @@ def test_shapes_have_equal_flops_and_those_that_differ_beyond_noise_are_told():
     flat, spread = shape.conclude(shape_results(0.0)).verdict
     assert flat.count(" layer") >= 5 and "not significantly different" in flat
     assert "one seed cannot show" in shape.conclude(shape_results(0.01, 1)).verdict[0]
-    with pytest.raises(BadInput, match="no width gives a model of 32 layers"):
+    with pytest.raises(BadInput, match="no width gives 32 layers as many FLOPs"):
         shape.shape_trials(BASE, Options(sizes=(16,)))
 
 

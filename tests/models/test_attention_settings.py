@@ -60,8 +60,8 @@ def test_flops_are_counted_over_the_keys_that_a_window_leaves():
 @pytest.mark.parametrize(
     "settings, told",
     [
-        ({"attention_window": 0}, "attention_window=0 must be at least 1, or none"),
-        ({"attention_softcap": 0.0}, "attention_softcap=0.0 must be above 0, or none"),
+        ({"attention_window": 0}, "attention_window=0 must be at least 1; use none to disable it"),
+        ({"attention_softcap": 0.0}, "attention_softcap=0.0 must be above 0; use none to disable it"),
     ],
 )
 def test_a_senseless_setting_of_attention_is_refused(settings, told):

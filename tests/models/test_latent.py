@@ -155,8 +155,8 @@ def test_the_activations_of_a_block_have_their_widths():
 @pytest.mark.parametrize(
     "changes, told",
     [
-        (dict(head_dim=16), r"head_dim=16 must be latent.nope_dim \+ latent.rope_dim = 12"),
-        (dict(num_kv_heads=2), "num_kv_heads=2 must be num_heads=4 with latent"),
+        (dict(head_dim=16), r"head_dim=16 must equal latent.nope_dim \+ latent.rope_dim = 12"),
+        (dict(num_kv_heads=2), "num_kv_heads=2 must equal num_heads=4 with latent"),
         (dict(qk_norm=True), "qk_norm=True cannot be combined with latent"),
         (dict(query_scalar=3.0), "query_scalar=3.0 cannot be combined with latent"),
         (dict(latent=SIZES | dict(rope_dim=3)), "rope_dim=3 must be even"),

@@ -151,7 +151,7 @@ def test_targets_choose_matrices_and_a_wrong_one_is_told():
     assert adapters == {f"blocks.attention.w{which}_lora_{part}" for which in "qv" for part in "ab"}
     moments = {name.rpartition("mu.")[2] for name in named(program.abstract_state.opt_state) if ".mu." in name}
     assert moments == set(named(program.abstract_grads)) == adapters  # what is frozen has neither
-    with pytest.raises(ValueError, match="matches no matrix; use blocks.attention.wk, blocks.attention.wo"):
+    with pytest.raises(ValueError, match="matches no matrix; use names among blocks.attention.wk, blocks.attention.wo"):
         tiny.program({"lora.rank": 2, "lora.targets": ("embedding",)})
 
 
@@ -184,7 +184,7 @@ def test_an_adapter_is_alpha_over_rank_times_a_normal_matrix_and_zeros(axes, sha
         (dict(rank=-1), "must be at least 1"),
         (dict(alpha=0.0), "must be above 0"),
         (dict(rank=1, targets=()), "targets is empty"),
-        (dict(rank=1, targets=("(",)), "not a regular expression"),
+        (dict(rank=1, targets=("(",)), "not a valid regular expression"),
     ],
 )
 def test_wrong_settings_are_one_line(settings, told):

@@ -140,7 +140,7 @@ def test_scores_are_divided_by_the_size_of_a_head_beyond_the_base():
         (dict(mup=dict(base_dim=0)), "adamw", "base_dim=0 must be at least 1"),
         (dict(mup=MUP, scaled_embeddings=True), "adamw", "scaled_embeddings cannot be combined with mup"),
         (dict(mup=MUP, query_scalar=3.0), "adamw", "query_scalar=3.0 cannot be combined with mup.base_head_dim=8"),
-        (dict(mup=AT_BASE), "sgd", "base_layers is for AdamW"),
+        (dict(mup=AT_BASE), "sgd", "base_layers applies only to AdamW"),
     ],
 )
 def test_what_it_has_no_rule_for_is_refused(settings, optimizer, text):
@@ -156,5 +156,5 @@ def test_adapters_and_other_models_are_refused():
     cfg = config(mup=MUP)
     unknown = dataclasses.replace(cfg.optim)
     object.__setattr__(unknown, "name", "muon")  # as an optimizer that is new
-    with pytest.raises(BadInput, match="no learning rates for optim.name='muon'; use adamw, lion or sgd"):
+    with pytest.raises(BadInput, match="does not support optim.name='muon'; use adamw, lion or sgd"):
         dataclasses.replace(cfg, optim=unknown)

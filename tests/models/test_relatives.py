@@ -97,17 +97,17 @@ def test_flops_are_counted_over_the_keys_that_each_layer_sees():
 @pytest.mark.parametrize(
     "changes, told",
     [
-        (dict(global_every=1), "global_every=1 needs attention_window, and must be at least 2"),
-        (dict(attention_window=None), "global_every=2 needs attention_window"),
-        (dict(global_every=None), "local_rope_base=100.0 needs global_every or global_first"),
-        (dict(global_first=3), "global_first=3 needs attention_window, and must be at least 0 and below num_layers"),
-        (dict(global_every=None, local_rope_base=None, attention_window=None, global_first=1), "global_first=1 needs"),
+        (dict(global_every=1), "global_every=1 must be at least 2, and needs attention_window"),
+        (dict(attention_window=None), "global_every=2 must be at least 2, and needs attention_window"),
+        (dict(global_every=None), "local_rope_base=100.0 must be at least 1, and needs global_every"),
+        (dict(global_first=3), "global_first=3 must be at least 0 and below num_layers"),
+        (dict(global_every=None, local_rope_base=None, attention_window=None, global_first=1), "global_first=1 must"),
         (dict(rope_scaling=RopeScaling(name="longrope", short_factor=(1.0,), long_factor=(2.0,))),
-         "rope_scaling.long_factor has 1 numbers, but head_dim=8 needs 4"),
+         "rope_scaling.long_factor has 1 numbers, but RoPE rotates 8 dimensions and needs 4"),
         (dict(rope_scaling=RopeScaling(name="dynamic"), head_dim=2), "head_dim=2 must be at least 4"),
         (dict(rope_scaling=RopeScaling(name="yarn"), rope_base=1.0), "rope_base=1.0 must be above 1"),
-        (dict(query_scalar=0.0), "query_scalar=0.0 must be above 0, or none"),
-        (dict(qk_norm=False), "qk_norm_over='all_heads' needs qk_norm=true"),
+        (dict(query_scalar=0.0), "query_scalar=0.0 must be above 0; use none for head_dim"),
+        (dict(qk_norm=False), "qk_norm_over='all_heads' needs qk_norm; set qk_norm=true"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_go_together_are_refused(changes, told):

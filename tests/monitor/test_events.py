@@ -72,7 +72,7 @@ def test_a_full_disk_ends_no_run_and_loses_no_event_but_a_rewind_must_be_there(t
     try:
         events.note("alarm", 3, cause="x" * 99)
         assert kinds(tmp_path) == ["started"] and (tmp_path / "events.jsonl").read_text().endswith("\n")
-        with pytest.raises(Stop, match="a rewind must be recorded: File too large") as stop:
+        with pytest.raises(Stop, match="a rewind cannot be recorded: File too large") as stop:
             events.note("rewind", 4, to=2)
         assert stop.value.code == Exit.STORAGE
     finally:

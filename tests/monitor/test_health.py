@@ -391,7 +391,7 @@ def test_what_comes_and_goes_is_told_less_and_less_often():
 def test_rules_are_switched_off_by_name_and_all_of_them_at_once():
     records = [record(step, 8.0 if 30 <= step < 36 else None) for step in range(1, 60)]
     assert said(records, off=("spike",))[0] == [] and said(records, on=False)[0] == []
-    with pytest.raises(ValueError, match="off=\\['spikes'\\]: unknown rule; known rules: nonfinite, spike"):
+    with pytest.raises(ValueError, match="off=\\['spikes'\\] is not a rule; the rules are nonfinite, spike"):
         HealthConfig(off=("spikes",))
 
 

@@ -127,7 +127,7 @@ def test_writers_are_named_on_a_command_line_with_commas_between():
 
 @pytest.mark.parametrize(
     ("value", "told"),
-    [("wandb,wandb", "has a duplicate"), (["wandb", "wandb"], "has a duplicate"), (["tensorbord"], "tensorbord")],
+    [("wandb,wandb", "have duplicates"), (["wandb", "wandb"], "have duplicates"), (["tensorbord"], "tensorbord")],
 )
 def test_a_writer_that_is_not_there_is_refused(value, told):
     with pytest.raises(ValueError, match=told):
@@ -223,7 +223,7 @@ def test_wandb_without_a_login_asks_nobody(tmp_path):
         [sys.executable, "-c", code, str(tmp_path)],
         env=keep | {"HOME": str(tmp_path)}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert "not logged in; set WANDB_API_KEY, or WANDB_MODE=offline" in done.stdout, done.stderr
+    assert "not logged in to W&B; set WANDB_API_KEY, or set WANDB_MODE=offline" in done.stdout, done.stderr
 
 
 def leveldb_records(content, skipped):

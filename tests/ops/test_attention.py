@@ -284,7 +284,7 @@ def test_auto_attention_leaves_cards_older_than_ampere_without_cudnn():
         ("cudnn", "tpu", "bfloat16", "needs NVIDIA GPUs, not tpu"),
         ("splash", "tpu", "float16", "not float16; use 'auto' or 'xla'"),
         ("cudnn", "gpu", "float32", "not float32; use 'auto' or 'xla'"),
-        ("flash", "cpu", "bfloat16", "unknown attention=.flash.; use auto, xla, splash, cudnn or blockwise"),
+        ("flash", "cpu", "bfloat16", "model.attention=.flash. is unknown; use auto, xla, splash, cudnn or blockwise"),
     ],
 )
 def test_an_attention_that_the_platform_lacks_is_an_error_with_a_way_out(name, platform, dtype, words):

@@ -168,7 +168,7 @@ def test_what_data_parallelism_sends_does_not_depend_on_the_batch():
 
 def test_4_million_tokens_are_no_whole_rows_of_2048():
     assert 4_000_000 / 2048 == 1953.125
-    with pytest.raises(ValueError, match="not a whole number of rows"):
+    with pytest.raises(ValueError, match="must be a multiple of seq_len"):
         tiny.config({"seq_len": 2048, "batch_tokens": 4_000_000})
     assert tiny.config({"seq_len": 2048, "batch_tokens": 4_194_304}).rows_per_step == 2048
 

@@ -15,8 +15,8 @@ from jaxscale.system.exits import BadInput
 @pytest.mark.parametrize(
     ("devices", "changes", "named"),
     [
-        (6, {}, "--config.mesh.data=3 --config.batch_tokens=288 (changes the batch from 16 to 18 rows)"),
-        (7, {}, "--config.mesh.data=7 --config.batch_tokens=224 (changes the batch from 16 to 14 rows)"),
+        (6, {}, "--config.mesh.data=3 --config.batch_tokens=288 (changes the batch from 16 to 18 sequences)"),
+        (7, {}, "--config.mesh.data=7 --config.batch_tokens=224 (changes the batch from 16 to 14 sequences)"),
         (8, {"batch_tokens": "4 rows"}, "--config.mesh.tensor=2"),
         (8, {"train.num_microbatches": 4}, "--config.train.num_microbatches=2"),
     ],

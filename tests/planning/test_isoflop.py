@@ -102,7 +102,7 @@ def test_curves_through_ends_of_runs_and_those_that_are_over_fix_no_edge():
     shorter = lambda curve, by: curve._replace(tokens=curve.tokens[:-by], losses=curve.losses[:-by])
     with pytest.raises(ValueError, match="at a FLOP count that some curves of these sizes do not cover"):
         best_size.envelope([shorter(curves[0], 2), shorter(curves[1], 1), *curves[2:4]])
-    with pytest.raises(ValueError, match="that are not finite and above 0"):
+    with pytest.raises(ValueError, match="that is not finite and above 0"):
         best_size.envelope([curves[0]._replace(losses=[3.0, 2.0, 0.0, 1.0])])
 
 
@@ -150,9 +150,9 @@ def test_operations_that_differ_a_little_make_one_group_and_budgets_name_them():
 
 
 def test_too_few_runs_are_refused_with_what_is_missing():
-    with pytest.raises(ValueError, match="approach 2 needs 3 FLOP budgets with .* but the runs have only 2"):
+    with pytest.raises(ValueError, match="approach 2 needs 3 FLOP budgets .* but only 2 have one"):
         best_size.parabolas(of_equal_flops(budgets=[1e18, 1e19]))
-    with pytest.raises(ValueError, match="approach 1 needs 3 crossings between 4 sizes.*15 curves show 2 crossings"):
+    with pytest.raises(ValueError, match="approach 1 needs 3 FLOP counts .* at least 4 sizes.*15 curves have 2 such"):
         best_size.envelope(of_sizes(sizes=3))
     for empty in (best_size.envelope, best_size.parabolas):
         with pytest.raises(ValueError, match="needs [34]"):

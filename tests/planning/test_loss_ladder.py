@@ -66,16 +66,16 @@ def test_its_law_forecasts_a_larger_run(ladder):
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        ({"seq_len": 32}, "seq_len is 32, but the config has 16"),
-        ({"model__vocab_size": 72}, "model.vocab_size is 72, but the config has 64"),
-        ({"data__val_fraction": 0.1}, "data.val_fraction is 0.1, but the config has 0.05"),
-        ({"data__name": "files", "data__files": "a.txt"}, "data.name is 'files', but the config has 'synthetic'"),
-        ({"optim__decay": "linear"}, "its schedule is linear to 0.1 of the peak, warmup 5.0%, but the run"),
-        ({"optim__min_lr": 0.0}, "its schedule is cosine to 0 of the peak"),
-        ({"optim__decay": "wsd"}, "its schedule is wsd over the last 20%"),
+        ({"seq_len": 32}, "seq_len is 32, but 16 in the run to forecast"),
+        ({"model__vocab_size": 72}, "model.vocab_size is 72, but 64 in the run to forecast"),
+        ({"data__val_fraction": 0.1}, "data.val_fraction is 0.1, but 0.05 in the run to forecast"),
+        ({"data__name": "files", "data__files": "a.txt"}, "data.name is 'files', but 'synthetic' in the run"),
+        ({"optim__decay": "linear"}, "the schedule is linear to 0.1 of the peak, warmup 5.0%, but cosine"),
+        ({"optim__min_lr": 0.0}, "the schedule is cosine to 0 of the peak"),
+        ({"optim__decay": "wsd"}, "the schedule is wsd over the last 20%"),
         (
             {"optim__decay": "piecewise"},
-            "its schedule is piecewise (0.316 from 80%, 0.1 from 90%) to 0.1 of the peak",
+            "the schedule is piecewise (0.316 from 80%, 0.1 from 90%) to 0.1 of the peak",
         ),
     ],
     ids=str,
@@ -86,7 +86,7 @@ def test_a_run_of_another_kind_is_left_out(tmp_path, overrides, told):
 
 def test_a_run_that_is_not_finished_is_left_out(tmp_path):
     folder = made_ladder.write(tmp_path / "run", made_ladder.config(), until=120)
-    assert why_left_out(folder) == "it is not finished: step 120 of 200"
+    assert why_left_out(folder) == "the run is not finished: step 120 of 200"
 
 
 def test_a_run_without_held_out_text_is_left_out(tmp_path):
@@ -99,10 +99,10 @@ def test_a_run_that_diverged_is_left_out(tmp_path):
     folder = made_ladder.write(tmp_path / "run", made_ladder.config())
     *rows, last = made_ladder.rows_of(folder)
     made_ladder.write_rows(folder, [*rows, last | {"validation/loss": None, "nonfinite": ["validation/loss"]}])
-    assert why_left_out(folder) == "it diverged: its held-out loss at step 200 is not finite"
+    assert why_left_out(folder) == "the run diverged: the held-out loss at step 200 is not finite"
     risen = [row | {"loss": row["loss"] + (row["step"] > 150)} for row in rows]
     made_ladder.write_rows(folder, [*risen, last])
-    assert why_left_out(folder).startswith("it diverged: its training loss rose from")
+    assert why_left_out(folder).startswith("the run diverged: the training loss rose from")
 
 
 def test_a_loss_that_wavers_has_not_diverged():
@@ -122,7 +122,7 @@ def test_a_run_whose_rate_left_its_schedule_is_left_out(tmp_path, change):
         for row in made_ladder.rows_of(folder)
     ]
     made_ladder.write_rows(folder, rows)
-    assert "its learning rate at step 102 was" in why_left_out(folder)
+    assert "the learning rate at step 102 was" in why_left_out(folder)
 
 
 def test_a_run_that_began_with_anothers_parameters_is_left_out(tmp_path):
@@ -207,20 +207,20 @@ def test_a_curve_that_goes_wrong_leaves_the_band(ladder, tmp_path):
 
 def test_no_band_is_made_of_other_schedules_gaps_or_too_few(ladder):
     own = schedule_of(TARGET, BUDGET)
-    with pytest.raises(ValueError, match="is cosine to 0.1 of the peak, warmup 5.0%, but the run"):
+    with pytest.raises(ValueError, match="is cosine to 0.1 of the peak, warmup 5.0%, but the schedule of the run"):
         curve_shape(ladder.rungs, own._replace(warmup=0.2))
-    with pytest.raises(ValueError, match="0 runs have training metrics"):
+    with pytest.raises(ValueError, match="0 runs log a training loss"):
         curve_shape([], own)
-    with pytest.raises(ValueError, match="2 runs have training metrics"):
+    with pytest.raises(ValueError, match="2 runs log a training loss"):
         curve_shape(ladder.rungs[:2], own)
     late = [rung.__class__(**{**vars(rung), "schedule": own._replace(warmup=0.15)}) for rung in ladder.rungs]
-    with pytest.raises(ValueError, match="the warmup is 15% of the run"):
+    with pytest.raises(ValueError, match="the warmup takes 15% of the run"):
         curve_shape(late, own._replace(warmup=0.15))
 
 
 def test_runs_whose_batches_grow_are_no_rungs(tmp_path):
     grown = dataclasses.replace(BUDGET, ramp=((0, 8), (10, BUDGET.batch_tokens)))
-    with pytest.raises(ValueError, match="the run to forecast has a batch_ramp: curves are compared"):
+    with pytest.raises(ValueError, match="the run to forecast cannot have a batch_ramp, because steps"):
         read_ladder([], TARGET, grown)
 
 

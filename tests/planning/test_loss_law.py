@@ -134,7 +134,7 @@ def test_one_size_gives_a_law_in_tokens_for_that_size_alone():
     law = fit(points(REPLICATION, [1e8], np.geomspace(2e8, 2e10, 7)), draws=2)
     assert law.form == "tokens" and law.terms.A == law.terms.alpha == 0
     assert law.predict(1e8, 1e11).middle == pytest.approx(REPLICATION.loss(1e8, 1e11), rel=0.01)
-    with pytest.raises(ValueError, match="have 100M parameters, which does not determine the loss at 1B"):
+    with pytest.raises(ValueError, match="have 100M parameters, so the loss at 1B"):
         law.predict(1e9, 2e10)
 
 
@@ -153,13 +153,13 @@ def test_tokens_that_follow_the_size_give_a_law_in_parameters_along_that_line(to
     [
         (
             points(REPLICATION, SIZES[:2], TOKENS[:3]),
-            "needs 7 or more finished runs, but the ladder has 6.*--noise=0.005",
+            "needs at least 7 finished runs, but the ladder has 6.*--noise=0.005",
         ),
         ([], "the ladder has 0"),
         (points(REPLICATION, SIZES[:1], np.repeat(TOKENS[:2], 4)), "1 size and 2 token counts"),
         (points(REPLICATION, np.repeat(SIZES[:2], 4), TOKENS[:1]), "2 sizes with one token count each"),
         ([*points(REPLICATION), Point(1e8, 1e9, math.nan, "bad")], "the loss of bad is nan"),
-        ([p._replace(run="one") for p in points(REPLICATION)], "the ladder has 1; fewer"),
+        ([p._replace(run="one") for p in points(REPLICATION)], "the ladder has 1. Use"),
     ],
     ids=["six", "none", "two amounts", "two sizes", "nan", "one run"],
 )

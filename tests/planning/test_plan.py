@@ -95,7 +95,7 @@ def test_what_is_not_known_is_said_with_the_way_out_and_never_guessed():
     assert seven("b200:8x8").money.megawatt_hours.low > 0
     with pytest.raises(ValueError, match="unknown chip 'mi300x'.*plan also supports v3, gb200, b200"):
         open_machine("mi300x:8")
-    for text, said in (("b200", "no number of chips"), ("b200:1x16", "1 to 8 GPUs"), ("v100:0x8", "1 to 8 GPUs")):
+    for text, said in (("b200", "has no shape"), ("b200:1x16", "1 to 8 GPUs"), ("v100:0x8", "1 to 8 GPUs")):
         with pytest.raises(ValueError, match=said):
             open_machine(text)
 
@@ -129,7 +129,7 @@ def test_a_small_machine_that_was_measured_predicts_its_steps():
     assert plan.time.speed.mfu is None and plan.money.dollars is None
     told = "\n".join(plan_lines(plan))
     assert "measured FLOP/s" in told and "x peak" not in told and "\n  step: measured on this machine" in told
-    with pytest.raises(BadInput, match="--mfu=0.4 is a fraction of the peak, but 'cpu' has no known peak"):
+    with pytest.raises(BadInput, match="--mfu=0.4 is a fraction of the peak, which is unknown for 'cpu'"):
         make_plan(cfg, measured_machine(one), PlanOptions(mfu=0.4), measured=[one])
     card = dataclasses.replace(one, device_kind="NVIDIA H100 80GB HBM3", platform="gpu")
     wished = make_plan(cfg, measured_machine(card), PlanOptions(mfu=0.4), measured=[card])

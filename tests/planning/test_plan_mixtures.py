@@ -194,5 +194,5 @@ def test_the_plan_says_what_it_takes_for_granted_and_which_parameters_it_counts(
 
 def test_a_law_of_dense_models_is_not_fitted_to_a_mixture():
     cfg = tiny.config({"model.experts": dict(number=4, chosen=2, mlp_dim=8)})
-    with pytest.raises(BadInput, match="the run to forecast is a mixture of experts.*use a dense model"):
+    with pytest.raises(BadInput, match="the run to forecast has model.experts.*use a dense model"):
         read_ladder([], cfg, resolve_budget(cfg, None))

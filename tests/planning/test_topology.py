@@ -76,7 +76,7 @@ def test_a_name_of_the_cloud_becomes_a_shape(text, canonical, chips):
         ("h100:0", "write h100:1x1"),
         ("h100-64", "write h100:8x8"),
         ("2*h100:4x8", "write h100:8x8"),
-        ("99999999*v5e:2x2", "a job has at most 65,536 chips; write 16384*v5e:2x2"),
+        ("99999999*v5e:2x2", "a job can have at most 65,536 chips; write 16384*v5e:2x2"),
         ("h100-999999", "write h100:4096x8"),
         ("2*h100:4096x8", "write h100:4096x8"),
         ("v5p-" + 400 * "9", "write v5p:4x4x8, v5p-256, 2*v6e:16x16 or h100:32x8"),

@@ -147,7 +147,7 @@ def test_one_device_has_nothing_to_exchange(record):
 
 @pytest.mark.parametrize("text", ["", "big", "1,", "0", "-1", "0.0001"])
 def test_sizes_that_are_none_are_refused(text):
-    with pytest.raises(ValueError, match="must be comma-separated sizes in MiB"):
+    with pytest.raises(ValueError, match="must be a list of sizes in MiB"):
         read_sizes(text)
 
 

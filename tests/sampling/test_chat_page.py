@@ -162,7 +162,7 @@ def test_what_is_wrong_is_told_on_the_page(serve):
         (dict(Origin="http://evil.example"), 400, "other pages"),
         (dict(Content_Type="text/plain"), 400, "application/json"),
         (dict(path="/other"), 400, "/say"),
-        (dict(value={"messages": []}), 400, "list of turns"),
+        (dict(value={"messages": []}), 400, "list of at least one message"),
         (dict(body="[" * 200_000), 400, "nested deeper"),
         (dict(value={"messages": [{"role": "system", "content": "x"}]}), 400, "message 1"),
         (dict(Content_Length=str((1 << 20) + 1)), 400, "1 to 1048576 bytes"),
@@ -188,7 +188,7 @@ def test_the_page_may_run_its_own_script_and_nothing_else(serve):
 def test_turns_go_by_turns():
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "more": 1}]
     assert check_messages({"messages": [*turns, turns[0]]})[1] == {"role": "assistant", "content": "b"}
-    with pytest.raises(ValueError, match="the last message must be the user's"):
+    with pytest.raises(ValueError, match="the last message must have role 'user'"):
         check_messages({"messages": turns})
 
 

@@ -139,11 +139,11 @@ def test_the_config_goes_over_the_table_and_the_environment():
     [
         (
             {"xla_no_such_thing": True},
-            "compiler.xla_no_such_thing=True: XLA for cpu rejects the option: No such compile option",
+            "XLA for cpu rejects compiler.xla_no_such_thing=True: No such compile option",
         ),
         (
             {"xla_cpu_enable_fast_math": "perhaps"},
-            "compiler.xla_cpu_enable_fast_math=perhaps: XLA for cpu rejects the option",
+            "XLA for cpu rejects compiler.xla_cpu_enable_fast_math=perhaps",
         ),
     ],
 )

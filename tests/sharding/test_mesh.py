@@ -41,9 +41,9 @@ def test_one_free_axis_takes_the_devices_that_are_left(sizes, num_devices, expec
     ("sizes", "told"),
     [
         ({"tensor": 3}, "mesh={'fsdp': -1, 'tensor': 3} needs a multiple of 3 devices, but there are 8; use tensor=2"),
-        ({"fsdp": 4}, "mesh={'fsdp': 4} multiplies to 4 devices, but there are 8; set one axis to -1"),
-        ({"fsdp": 1}, "mesh=all 1 multiplies to 1 devices, but there are 8; set one axis to -1"),
-        ({"fsdp": 4, "tensor": 4}, "multiplies to 16 devices, but there are 8"),
+        ({"fsdp": 4}, "mesh={'fsdp': 4} needs 4 devices, but there are 8; set one axis to -1"),
+        ({"fsdp": 1}, "mesh=all 1 needs 1 devices, but there are 8; set one axis to -1"),
+        ({"fsdp": 4, "tensor": 4}, "needs 16 devices, but there are 8"),
         ({"tensor": 16}, "needs a multiple of 16 devices, but there are 8; use tensor=8"),
         (
             {"data": 3, "tensor": 5},
@@ -142,18 +142,18 @@ def test_tensor_stays_inside_a_gpu_node_and_fsdp_crosses(numbered_by):
     with pytest.raises(ValueError) as error:
         blocks({"tensor": 8}, found)
     assert str(error.value) == (
-        "mesh={'tensor': 8} does not divide the 4 devices of a node, and only pipeline, data or fsdp may span several "
+        "mesh={'tensor': 8} must divide the 4 devices of a node, because only pipeline, data or fsdp may span several "
         "nodes; use tensor=4 and fsdp=-1 for the remaining devices"
     )
 
 
 def test_an_axis_that_would_leave_a_slice_is_refused_with_the_nearest_that_stays():
-    with pytest.raises(ValueError, match=r"\{'tensor': 4\} does not divide the 6 devices of a slice.* use tensor=3"):
+    with pytest.raises(ValueError, match=r"\{'tensor': 4\} must divide the 6 devices of a slice.* use tensor=3"):
         blocks({"tensor": 4}, devices(2, 6))
 
 
 def test_slices_of_unequal_size_are_refused():
-    with pytest.raises(ValueError, match="the 2 slices have 2 or 4 devices; all need equally many"):
+    with pytest.raises(ValueError, match="the 2 slices must have equally many devices, not 2 or 4"):
         blocks({}, devices(2, 4)[:6])
 
 

@@ -59,8 +59,8 @@ def test_lengths_that_a_mesh_does_not_divide_are_all_told_at_once():
     axes = {"wq": ("embed", "heads"), "up": ("embed", "mlp")}
     told = check_divides(shapes, axes, FSDP_TENSOR, {"fsdp": 2, "expert": 1, "context": 2, "tensor": 2})
     assert sorted(told) == [
-        "embed=6 is not a multiple of the 4 devices of mesh fsdp x context",
-        "mlp=9 is not a multiple of the 2 devices of mesh tensor",
+        "embed=6 is not a multiple of the 4 devices along mesh fsdp x context",
+        "mlp=9 is not a multiple of the 2 devices along mesh tensor",
     ]
     assert not check_divides(shapes, axes, FSDP_TENSOR, {"fsdp": 2, "expert": 1, "context": 1, "tensor": 1})
 

@@ -120,11 +120,11 @@ def test_another_token_next_to_the_file_is_another_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "error"),
     [
-        ("added_tokens.json", {"<|im_end|>": 999}, "'<|im_end|>' has the id 999 in the files next to the tokenizer"),
-        ("added_tokens.json", {"<|im_end|>": "x"}, "the added token '<|im_end|>' has the invalid id 'x'"),
-        ("tokenizer_config.json", {"added_tokens_decoder": []}, "added_tokens_decoder in tokenizer_config.json is not"),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"300": 1}}, "added_tokens_decoder: 300 1 must be text"),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"300": {"content": "a", "special": 3}}}, "must be text"),
+        ("added_tokens.json", {"<|im_end|>": 999}, "'<|im_end|>' has id 999 in the files next to the tokenizer"),
+        ("added_tokens.json", {"<|im_end|>": "x"}, "token '<|im_end|>' has the invalid id 'x'"),
+        ("tokenizer_config.json", {"added_tokens_decoder": []}, "decoder in tokenizer_config.json must be"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"300": 1}}, "added_tokens_decoder: 300 1 must be a string"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"300": {"content": "a", "special": 3}}}, "be a string"),
     ],
 )
 def test_added_tokens_that_cannot_be_meant_are_refused_by_name(tmp_path, name, content, error):
@@ -136,12 +136,12 @@ def test_added_tokens_that_cannot_be_meant_are_refused_by_name(tmp_path, name, c
 
 
 @pytest.mark.parametrize(
-    ("kind", "error"), [("XLMRobertaTokenizer", "numbers tokens differently"), ("XLNetTokenizer", "")]
+    ("kind", "error"), [("XLMRobertaTokenizer", "uses different token ids"), ("XLNetTokenizer", "")]
 )
 def test_a_model_whose_class_has_other_ids_is_refused_by_name(tmp_path, kind, error):
     path = write_layout(tmp_path / "hf", "slow, added_tokens.json and no map")
     (tmp_path / "hf/tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
-    error = error or "the files next to the model add '<|im_end|>', which is not supported for tokenizer"
+    error = error or "files next to the model add the token '<|im_end|>', but added tokens are not supported"
     with pytest.raises(BadInput, match=re.escape(error)):
         load_tokenizer(path)
 
@@ -162,7 +162,7 @@ def test_a_tokenizer_that_draws_its_ids_is_refused(tmp_path, name):
     path = pathlib.Path(write_layout(tmp_path / "hf", "fast"))
     spec = json.loads(path.read_text())
     path.write_text(json.dumps(spec | {"model": spec["model"] | {name: 0.1}}))
-    with pytest.raises(BadInput, match=f"{name}=0.1.* in its model makes the ids random; set"):
+    with pytest.raises(BadInput, match=f"{name}=0.1.* which makes token ids random; set"):
         load_tokenizer(str(path))
 
 
@@ -213,5 +213,5 @@ def test_a_conversation_with_tools_is_refused_where_the_folder_has_another_templ
     (tmp_path / "hf" / MORE / "tool_use.jinja").write_text("{{ tools }}")
     template = load_template(load_tokenizer(path), ChatConfig())
     assert template.render(REFERENCE["talk"], None, False)
-    with pytest.raises(BadInput, match="has tools, for which .* has a separate template tool_use"):
+    with pytest.raises(BadInput, match="has tools, but .* has a separate template tool_use"):
         template.render(REFERENCE["talk"], [{"name": "f"}], False)

@@ -154,7 +154,10 @@ BAD = [
         "has conversations[0].from='alien'; it must be one of",
     ),
     ('{"prompt": "a", "completion": 1}', "has completion of type number; it must be text"),
-    ('{"body": "a"}', "has no messages, conversations, text, or prompt with completion; its fields are body"),
+    (
+        '{"body": "a"}',
+        "must have the field messages, conversations or text, or both prompt and completion; its fields are body",
+    ),
 ]
 
 
@@ -192,7 +195,7 @@ def test_a_record_that_is_not_utf8_or_holds_nul_is_skipped_repaired_or_named_as_
         "repaired: NUL removed": 2, "repaired: half a surrogate pair": 1, "repaired: windows-1252": 1,
         "empty completion": 1,
     }  # fmt: skip
-    with pytest.raises(BadInput, match="chat.jsonl is not UTF-8 at line 1 .it contains NUL.; repair it, or set data"):
+    with pytest.raises(BadInput, match="chat.jsonl is not UTF-8 at line 1 .it contains NUL.; correct it, or set data"):
         documents(invalid_utf8="stop")
 
 
@@ -290,7 +293,7 @@ def test_marks_alone_make_another_fingerprint(tmp_path):
 
 def test_nothing_that_fits_into_a_row_is_told(tmp_path):
     cfg = files(tmp_path, {"prompt": "p", "completion": "c" * 40})
-    with pytest.raises(ValueError, match="no training document that fits into a sequence of seq_len=16"):
+    with pytest.raises(ValueError, match="all training documents in data.files are longer than seq_len=16"):
         open_data(cfg, seq_len=16, vocab_size=300, seed=0, say=lambda text: None)
 
 
@@ -298,7 +301,7 @@ def test_nothing_that_fits_into_a_row_is_told(tmp_path):
     ("settings", "told"),
     [
         (dict(name="chat", objective=PrefixLmConfig()), "set objective.name=next_token"),
-        (dict(name="chat", packing="concat"), "needs packing='best_fit'"),
+        (dict(name="chat", packing="concat"), "use packing='best_fit'"),
         (dict(name="files", chat=ChatConfig(too_long="cut")), "data.chat has no effect with data.name='files'"),
     ],
 )

@@ -33,7 +33,7 @@ WRONG = {
     "calls without end": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
     "brackets without end": (
         "{{ " + "(" * 99999 + "1" + ")" * 99999 + " }}",
-        "is not a chat template: maximum recursion",
+        "is not a valid chat template: maximum recursion",
     ),
     "what the sandbox forbids": ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__'"),
     "a division by zero": ("{{ 1 / 0 }}", "division by zero"),

@@ -110,14 +110,14 @@ def test_the_field_is_named_where_others_could_have_been_meant(tmp_path, tokeniz
 @pytest.mark.parametrize("kind", ["jsonl", *TABLES])
 def test_conversations_are_refused_where_there_are_none(tmp_path, kind):
     files = write(kind, tmp_path / "table", [{"text": f"text {i}" * 9} for i in range(30)])
-    with pytest.raises(BadInput, match="data.name='chat', but .* have no conversation .* set data.name='files'"):
+    with pytest.raises(BadInput, match="data.name='chat', but no conversations .* set data.name='files'"):
         opened(tmp_path, files, record_format="json")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", *TABLES])
 def test_text_is_refused_where_there_are_conversations_alone(tmp_path, kind):
     files = write(kind, tmp_path / "table", [{"messages": row["messages"]} for row in ROWS])
-    with pytest.raises(BadInput, match="no field 'text', but conversations in 'messages'; .*data.name='chat'"):
+    with pytest.raises(BadInput, match="no text field 'text', but has conversations in 'messages'; .*data.name='chat'"):
         opened(tmp_path, files, record_format="json", name="files")
 
 
@@ -140,7 +140,7 @@ def test_tools_written_as_json_are_those_of_a_list(tmp_path):
     found = parse_record({"messages": [], "tools": json.dumps(tools)}, ChatConfig(), "text")
     assert found == parse_record({"messages": [], "tools": tools}, ChatConfig(), "text") and found.tools == tools
     for wrong in ("add", '{"name": "add"}'):
-        with pytest.raises(BadInput, match="has tools that are text but not a JSON list"):
+        with pytest.raises(BadInput, match="has tools as text that is not a JSON list"):
             parse_record({"messages": [], "tools": wrong}, ChatConfig(), "text")
 
 

@@ -83,7 +83,7 @@ def test_a_template_that_marks_what_is_generated_is_followed(tmp_path):
 
 def test_a_template_whose_prompt_is_no_beginning_of_the_whole_is_refused(tmp_path):
     tokenizer = tokenizer_with(tmp_path, "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(ValueError, match="has a turn 2 whose prompt, as rendered by .*, differs from the text before"):
+    with pytest.raises(ValueError, match="has a turn 2 that cannot be located: .* renders its prompt and the text"):
         encode(tokenizer, [USER, ASSISTANT])
 
 
@@ -118,10 +118,10 @@ def test_what_a_template_must_not_do_or_refuses_is_one_line(tmp_path, source, to
 @pytest.mark.parametrize(
     ("about", "told"),
     [
-        ({"chat_template": "{% if %}"}, "line 1 is not a chat template"),
+        ({"chat_template": "{% if %}"}, "line 1 is not a valid chat template"),
         (
             {"chat_template": [{"name": "rag", "template": "x"}]},
-            "has the chat templates rag, but none is called default",
+            "has the chat templates rag, but none is named default",
         ),
     ],
 )

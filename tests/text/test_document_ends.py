@@ -55,7 +55,7 @@ def test_special_tokens_map_overrides_a_tokenizer_config_without_added_tokens_as
 def test_a_name_that_the_tokenizer_does_not_have_is_refused_with_the_way_out(tmp_path):
     path = folder_of(tmp_path)
     with pytest.raises(
-        ValueError, match="the end token '</s>' of data.eos_token .* is not a token of .*; change data.eos"
+        ValueError, match="'</s>', the end token in data.eos_token .* is not a token of .*; set data.eos"
     ):
         load_tokenizer(path, "</s>")
     assert load_tokenizer(path, "<|im_end|>").eos_id == TURN

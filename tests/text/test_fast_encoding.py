@@ -188,7 +188,7 @@ def test_an_encoder_that_differs_is_refused_with_the_text_before_it_is_used(tmp_
     file = by_hand(tmp_path, [("b", "c"), ("a", "b"), ("ab", "c")])
     assert HuggingFaceTokenizer(file).encode("abc").tolist() == [64, 256]
     with pytest.raises(
-        ValueError, match=r"tiktoken and the tokenizers package differ for the text 'abc.* from token 0: .258,"
+        ValueError, match=r"tiktoken and of the tokenizers package differ for the text 'abc.* from token 0: .258,"
     ):
         HuggingFaceTokenizer(file, encoding=EncodeConfig(encoder="tiktoken")).encode_block(["x"])
     slow, fast = exact_and(file, "gigatoken")
@@ -223,9 +223,7 @@ def test_a_difference_in_a_real_document_is_an_error_that_shows_where(tmp_path):
     ):
         with_spot_checks("it.json", "fast", wrong, lengths_of, 50)(texts)
     with_spot_checks("it.json", "fast", lengths_of, lengths_of, 1)(texts)
-    with pytest.raises(
-        ValueError, match=r"from token 1: \[\] and \[98\]; set encode.encoder=exact .*, or uninstall fast"
-    ):
+    with pytest.raises(ValueError, match=r"from token 1: \[\] and \[98\]; set encode.encoder=exact .*, uninstall fast"):
         check_equal_ids("it.json", "fast", ["ab"], lambda _: lengths_of(["a"]), lengths_of)
 
 
@@ -244,7 +242,7 @@ def test_one_document_in_n_is_compared_and_which_does_not_depend_on_the_order():
 
 def test_a_text_that_is_no_unicode_is_named(path):
     for encoder in ("exact", *FAST):
-        with pytest.raises(ValueError, match="unpaired surrogate at character 2 of a text, near"):
+        with pytest.raises(ValueError, match="unpaired surrogate at character 2, near"):
             HuggingFaceTokenizer(path, encoding=EncodeConfig(encoder=encoder)).encode_block(["fine", "ab\ud800c"])
 
 
@@ -265,7 +263,7 @@ def test_documents_are_framed_by_their_tokens_and_ids_beyond_the_vocabulary_are_
     begun = frame_documents(block, Ends(9, 10, (7, 8)), np.dtype("<u2"))
     assert begun.ids.tolist() == [7, 8, 1, 2, 9, 7, 8, 9, 7, 8, 3, 9] and begun.lengths.tolist() == [5, 3, 4]
     for eos_id, vocab_size, ids in [(9, 9, [1]), (2, 9, [9]), (2, 100_000, [70_000])]:
-        with pytest.raises(ValueError, match=r"token id \d+ is not below vocab_size|does not fit in uint16"):
+        with pytest.raises(ValueError, match=r"token id \d+ must be below vocab_size=\d+ and fit in uint16"):
             frame_documents(concat_block([ids]), Ends(eos_id, vocab_size), np.dtype("<u2"))
     assert EncodedBlock(np.zeros(0, np.uint32), np.zeros(0, np.int64)).split() == []
 

@@ -59,8 +59,8 @@ def test_a_missing_trafilatura_is_named_with_the_setting(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("hf://", "hf:// has no name; write hf://NAME"),
-        ("hf://name?spilt=train", r"spilt is unknown; use hf://NAME\?config=...&split=...&revision=..."),
+        ("hf://", "hf:// has no dataset name; use hf://NAME"),
+        ("hf://name?spilt=train", r"has the unknown setting spilt; use hf://NAME\?config=...&split=...&revision=..."),
     ],
 )
 def test_a_name_that_cannot_be_is_told(name, told):

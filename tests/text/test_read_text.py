@@ -222,7 +222,7 @@ def test_nul_bytes_are_no_text(tmp_path):
     assert texts(path, invalid_utf8="repair") == ["one two"]
     assert read(path, invalid_utf8="repair")[1] == {"repaired: NUL removed": 1}
     with pytest.raises(
-        ValueError, match="a.txt is not UTF-8 at 4 .it contains NUL.*; repair it, or set invalid_utf8='skip'"
+        ValueError, match="a.txt is not UTF-8 at 4 .it contains NUL.*; correct it, or set invalid_utf8='skip'"
     ):
         read(path, invalid_utf8="stop")
     path.write_bytes(bytes(range(256)) * 40)

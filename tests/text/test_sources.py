@@ -110,7 +110,7 @@ def test_a_parquet_column_that_is_missing_or_no_text_is_named(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({}), tmp_path / "empty.parquet")
     with pytest.raises(ValueError, match="no column 'text'"):
         read(tmp_path / "empty.parquet")
-    with pytest.raises(ValueError, match="column 'id' is int64, not text"):
+    with pytest.raises(ValueError, match="column 'id' has type int64; it must be text"):
         read(tmp_path / "a.parquet", "id")
 
 

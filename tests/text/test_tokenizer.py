@@ -82,7 +82,7 @@ def test_the_vocabulary_reaches_to_the_largest_id_and_special_tokens_stand_for_n
 
 def test_the_end_token_is_a_setting_when_its_name_is_unusual(byte_level_file):
     assert load_tokenizer(byte_level_file, "the").eos_id == load_tokenizer(byte_level_file).encode("the")[0]
-    with pytest.raises(ValueError, match="the end token '<nothing>' of data.eos_token"):
+    with pytest.raises(ValueError, match="'<nothing>', the end token in data.eos_token"):
         load_tokenizer(byte_level_file, "<nothing>")
 
 

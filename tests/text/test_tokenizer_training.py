@@ -160,11 +160,11 @@ def test_the_sample_does_not_depend_on_the_order_and_keeps_to_its_size():
 
 def test_settings_that_cannot_work_are_refused():
     for wrong, message in [
-        (dict(vocab_size=257), "vocab_size=257 must be above 257"),
-        (dict(kind="wordpiece", vocab_size=5), "vocab_size=5 must be above 6: one token and 5 special tokens"),
+        (dict(vocab_size=257), "vocab_size=257 must exceed 257"),
+        (dict(kind="wordpiece", vocab_size=5), "vocab_size=5 must exceed 6, to fit one token and 5 special tokens"),
         (dict(special_tokens=("<|endoftext|>",)), r"have duplicates: \['<\|endoftext\|>'\]"),
         (dict(eos_token=""), "must not be empty"),
-        (dict(reserved=-1), "reserved=-1 0 or more"),
+        (dict(reserved=-1), "reserved=-1 must be at least 0"),
         (dict(character_coverage=1.5), "above 0 and at most 1"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -173,7 +173,7 @@ def test_settings_that_cannot_work_are_refused():
 
 
 def test_text_that_cannot_be_trained_on_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no text for training"):
+    with pytest.raises(ValueError, match="there is no text"):
         train_tokenizer(["", ""], config("bpe"), tmp_path / "a.json")
     with pytest.raises(ValueError, match="must have the suffix .model"):
         train_tokenizer(["a"], config("unigram"), tmp_path / "a.json")

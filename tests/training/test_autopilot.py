@@ -232,7 +232,7 @@ def test_behind_the_end_of_the_old_run_a_replay_judges_for_itself(tmp_path, spoi
 
 def test_a_replay_that_could_not_be_the_same_is_refused(tmp_path):
     loop.train(opened(tmp_path / "old", stop_after=2))
-    with pytest.raises(ValueError, match="--replay=.* is the work folder itself"):
+    with pytest.raises(ValueError, match="--replay=.* is the work folder of this run"):
         opened(tmp_path / "old", replay=f"{tmp_path}/./old/")
     with pytest.raises(Stop, match="that run has 20 steps and this run 30") as stop:
         opened(tmp_path / "new", {"train_tokens": "30 steps"}, replay=str(tmp_path / "old"))

@@ -132,9 +132,9 @@ def test_validation_without_it_is_as_before():
     ("overrides", "told"),
     [
         (ON | {"optim.offload_params": True}, "train.ema.decay and optim.offload_params cannot be combined"),
-        ({"sample.ema": True}, "sample.ema=true needs an average of the weights"),
+        ({"sample.ema": True}, "sample.ema=true needs an EMA of the weights"),
         ({"train.ema.decay": 1.0}, "decay=1.0 must be at least 0 and below 1"),
-        ({"train.ema.start_step": 3}, "start_step=3 must be at least 0, and needs decay above 0"),
+        ({"train.ema.start_step": 3}, "start_step=3 must be at least 0, and requires decay above 0"),
     ],
 )
 def test_what_cannot_work_is_refused(overrides, told):

@@ -79,11 +79,11 @@ def test_data_that_are_not_there_are_told_before_anything_compiles(tmp_path, fil
 @pytest.mark.parametrize(
     "evals, told",
     [
-        ({"a": {"file": "x"}}, r"evals.a.kind must be given: one of \['choice', 'cloze', 'text'\]"),
+        ({"a": {"file": "x"}}, r"evals.a.kind must be given; set it to one of \['choice', 'cloze', 'text'\]"),
         ({"a": {"kind": "chois"}}, "evals.a.kind='chois' must be one of .*did you mean 'choice'"),
         ({"a": {"kind": "text"}}, "evals.a.files must be given"),
         ({"a": {"kind": "text", "files": "x", "every_step": 1}}, "did you mean 'every_steps'"),
-        ({"a/b": {"kind": "text", "files": "x"}}, "evals has the name 'a/b'"),
+        ({"a/b": {"kind": "text", "files": "x"}}, "evals has an invalid name 'a/b'"),
         ({"a": {"kind": "text", "files": "x", "limit": -1}}, "evals.a: limit=-1 must be 0 or more"),
     ],
 )
@@ -95,5 +95,5 @@ def test_settings_are_typed(evals, told):
 def test_an_encoder_and_ids_without_a_tokenizer_are_refused(tmp_path, files):
     with pytest.raises(ValueError, match="evals need a decoder"):
         tiny.config({"model": tiny.ENCODER, "data.objective.name": "masked_lm", "evals": evals_of(files)})
-    with pytest.raises(ValueError, match="the tokenizer of this run's token ids is unknown"):
+    with pytest.raises(ValueError, match="evals need a tokenizer, but the data of this run are token ids"):
         open_tiny(tmp_path / "run", files, evals_of(files), {"data.name": "synthetic", "data.files": ""})

@@ -164,7 +164,7 @@ def test_a_run_whose_address_for_alerts_is_no_good_says_so_before_it_trains(tmp_
     try:
         trained(tmp_path / "run")
     except ValueError as error:
-        assert "JAXSCALE_WEBHOOK_URL must be an https:// address" in str(error) and "secretpath" not in str(error)
+        assert "JAXSCALE_WEBHOOK_URL must be an https:// URL" in str(error) and "secretpath" not in str(error)
     else:
         raise AssertionError("it trained")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -147,7 +147,7 @@ def test_all_processes_decay_after_the_same_step_which_the_first_one_tells():
     assert a == b == EarlyDecay(step, a.until) and step < a.until <= 100
     assert posted_at == [step - 2, step - 1, step], "as far ahead as it takes until all have looked"
     board.lines[board.told("jaxscale/decay/1")] = f"{step - 1} 99"
-    with pytest.raises(Stop, match="all processes must decay after step") as stop:
+    with pytest.raises(Stop, match="all processes must begin the decay after step") as stop:
         other.decay_after(step)
     assert stop.value.code is Exit.PEER_LOST
 
@@ -263,7 +263,7 @@ def test_a_budget_needs_a_price():
     mesh = tiny.program().mesh
     assert hourly_dollars(LimitConfig(dollars=9.0, chip_hour_dollars=2.5), mesh) == 2.5
     with pytest.raises(
-        BadInput, match="limit.dollars=9: no list price is known for 'cpu'; give the price of one chip hour"
+        BadInput, match="limit.dollars=9 needs a price, but the list price of 'cpu' is unknown; set the price"
     ):
         hourly_dollars(LimitConfig(dollars=9.0), mesh)
 

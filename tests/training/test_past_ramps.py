@@ -37,7 +37,7 @@ RAMP = QUIET | {
 LARGER = {"mesh.data": 4, "mesh.fsdp": 2}
 NUM_SMALL, NUM_STEPS = 5, 14
 SMALL_FIRST = ((0, 4 * ROW), (NUM_SMALL, 16 * ROW))
-REFUSED = r"batch_ramp, batches of 4 rows: .* leaves 4 rows for 8 batch shards .* resumes at batch 5 or later"
+REFUSED = r"batch_ramp needs batches of 4 rows: .* leaves 4 sequences for 8 batch shards .* resumes at batch 5 or later"
 GOING_BACK = f"^batch 3, after step 3: {REFUSED}"
 
 
@@ -167,7 +167,7 @@ def test_a_damaged_checkpoint_falls_back_to_a_stage_that_fits_and_is_refused_whe
 
 def test_the_machine_is_checked_for_the_largest_batch_of_a_run_that_has_begun_or_branches():
     small_first = {"mesh.fsdp": 8, "mesh.data": 1}
-    with pytest.raises(Stop, match="batch_ramp, batches of 4 rows"):
+    with pytest.raises(Stop, match="batch_ramp needs batches of 4 rows"):
         check_machine(tiny.config(RAMP | small_first))
     check_machine(tiny.config(RAMP | small_first), begun=True)
     check_machine(tiny.config(RAMP | small_first | {"init.from_path": "other", "init.what": "run"}))
@@ -218,7 +218,7 @@ DECAYING = {"optim.decay": "wsd", "optim.min_lr": 0.0}
 
 def test_a_decay_may_begin_early_once_batches_have_stopped_growing(tmp_path):
     limited = DECAYING | {"limit.deadline": "365d", "limit.on_overrun": "decay"}
-    with pytest.raises(BadInput, match="batches grow .batch_ramp. until batch 5; set limit.on_overrun to tell"):
+    with pytest.raises(BadInput, match="batches grow .batch_ramp. until batch 5; use limit.on_overrun='tell'"):
         opened(tmp_path / "run", limited)
     loop.train(opened(tmp_path / "run", DECAYING, stop_after=5))
     assert opened(tmp_path / "run", limited).limits is not None
@@ -261,14 +261,14 @@ def test_rows_are_shared_by_more_devices_once_short_ones_are_over(tmp_path):
     loop.train(run_on(1, {}, stop_after=3))
     with pytest.raises(
         BadInput,
-        match="^batch 3, after step 3: seq_len_ramp, rows of 4 tokens, batches of 64 rows: seq_len=4 is not a mult",
+        match="^batch 3, after step 3: seq_len_ramp with rows of 4 tokens needs batches of 64 rows: seq_len=4 is not",
     ):
         run_on(8, {"mesh.context": 4, "mesh.data": 2})
 
 
 def test_plan_checks_the_stages_ahead_of_the_newest_checkpoint(stopped):
     cfg = tiny.config(RAMP | LARGER)
-    with pytest.raises(BadInput, match="batch_ramp, batches of 4 rows"):
+    with pytest.raises(BadInput, match="batch_ramp needs batches of 4 rows"):
         planning.plan(cfg, "v5e:2x4")
     work = planning.plan(cfg, "v5e:2x4", workdir=str(stopped[0])).work
     assert (work.total_steps, work.ramp) == (NUM_STEPS, SMALL_FIRST)
@@ -327,6 +327,6 @@ def test_a_transform_is_tried_on_the_batch_that_comes_next(resumed, tmp_path):
 def test_factors_of_the_rate_that_lie_behind_a_run_refuse_nothing():
     factors = ("31%=>0.5", "34%=>0.4", "80%=>0.1")  # of 20 steps: the first two begin with step 7
     cfg = tiny.config({"optim.decay": "piecewise", "optim.factors": factors, "train_tokens": "20 steps"})
-    with pytest.raises(BadInput, match="start after 7, 7, 16 steps of this run, but must be in increasing order"):
+    with pytest.raises(BadInput, match="start at steps 7, 7, 16 of this run, which must increase"):
         resolve_budget(cfg, None, Position(steps_done=6))
     assert resolve_budget(cfg, None, Position(steps_done=7)).factors == ((7, 0.5), (7, 0.4), (16, 0.1))

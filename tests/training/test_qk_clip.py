@@ -114,7 +114,7 @@ def test_the_clip_does_not_depend_on_the_mesh(mesh, heads):
             "optim.qk_clip=100 cannot be combined with mesh.pipeline=2, whose stages do not record attention scores",
         ),
         ({"model": tiny.T5, "data.objective": {"name": "span_corruption"}}, "cannot be combined with model.name='t5'"),
-        ({"optim.qk_clip": 0.0}, "qk_clip=0.0 must be above 0, or null for none"),
+        ({"optim.qk_clip": 0.0}, "qk_clip=0.0 must be above 0; use none to disable it"),
     ],
 )
 def test_what_it_cannot_go_with_is_refused_in_one_line(overrides, line):

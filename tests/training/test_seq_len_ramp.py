@@ -57,9 +57,9 @@ def test_the_budget_says_the_rows_of_each_batch_and_counts_their_operations():
         ({"seq_len_ramp": ((6, "10%"),)}, "seq_len=16 is not a multiple of 6; .* 2, 4 or 8"),
         (
             {"train_tokens": 1600, "seq_len_ramp": ((4, "3 steps"),)},
-            "seq_len_ramp='3 steps': with batch_ramp, the number",
+            "seq_len_ramp='3 steps' is in steps, but steps differ in size",
         ),
-        ({"data.objective": {"name": "prefix_lm"}}, "data.objective.name='prefix_lm' needs whole rows"),
+        ({"data.objective": {"name": "prefix_lm"}}, "data.objective.name='prefix_lm' needs them whole"),
         ({"data.name": "chat"}, "seq_len_ramp would split the conversations of data.name='chat'"),
     ],
 )
@@ -71,10 +71,12 @@ def test_a_ramp_that_cannot_be_is_refused_in_one_line(overrides, line):
 
 def test_what_the_amounts_or_the_mesh_do_not_allow_is_named():
     cfg = tiny.config(RAMP | {"seq_len_ramp": ((4, 24 * ROW), (8, 20 * ROW))})
-    with pytest.raises(BadInput, match="no batch has rows of 8 tokens, because 320 is batch 3, but the previous"):
+    with pytest.raises(
+        BadInput, match="length 8 is never used, because it ends at 320, which is batch 3, and the previous"
+    ):
         resolve_budget(cfg, None)
     shared = tiny.config(RAMP | {"mesh.context": 4, "mesh.data": 2})
-    with pytest.raises(BadInput, match="^seq_len_ramp, rows of 4 tokens, batches of 32 rows: seq_len=4 is not a mult"):
+    with pytest.raises(BadInput, match="^seq_len_ramp with rows of 4 tokens needs batches of 32 rows: seq_len=4 is"):
         make_program(shared, resolve_budget(shared, None))
 
 
@@ -125,7 +127,7 @@ def test_a_run_over_its_lengths_is_the_same_on_every_mesh_and_however_often_it_i
     ) as stop:
         open_ramp(tmp_path / "begun", meshes[-1], {"train_tokens": 80 * ROW})
     assert stop.value.code is Exit.DATA_MISMATCH
-    with pytest.raises(Stop, match="belongs to another config: seq_len_ramp"):
+    with pytest.raises(Stop, match="has other settings: seq_len_ramp"):
         open_ramp(tmp_path / "killed", meshes[-1], {"seq_len_ramp": ((4, 24 * ROW),)})
 
 

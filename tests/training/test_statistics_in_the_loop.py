@@ -120,5 +120,5 @@ def test_the_console_line_is_as_it_was(tmp_path, capsys):
 
 
 def test_a_negative_cadence_is_refused():
-    with pytest.raises(ValueError, match="statistics_every_steps=-1 must not be negative; 0: none"):
+    with pytest.raises(ValueError, match="statistics_every_steps=-1 must be at least 0 .0: off."):
         tiny.config({"monitor.statistics_every_steps": -1})

@@ -32,8 +32,8 @@ GATHERED = "gathered"  # checkpoint_name of gathered weights: remat policies nev
 
 @dataclasses.dataclass(frozen=True)
 class BatchAxes:
-    """Mesh axes of size above 1 over which weights are gathered and gradients summed: the axes that shard the rows of a
-    batch, and the context axis. Without such an axis, every method is the identity."""
+    """Mesh axes over which weights are gathered and gradients summed: the axes of size above 1 that shard the batch,
+    and the context axis. If there are none, every method is the identity."""
 
     mesh: Mesh
     rules: Rules
@@ -64,7 +64,7 @@ class BatchAxes:
         return tuple(name for name in mesh_axis_names(mesh_axes) if name in self.reduce_axes)
 
     def partition(self, axes: tuple[str, ...], rules: Mapping[str, MeshAxes]) -> Partition:
-        """Returns (dimension, mesh axes) of each dimension that the rules shard over the batch axes.
+        """Returns (dimension, mesh axes) for each dimension of an array that `rules` shard over the batch axes.
 
         axes: logical axes of the array.
         """
@@ -72,7 +72,7 @@ class BatchAxes:
         return tuple((d, names) for d, mesh_axes in gathered if (names := self.batch_axes_in(mesh_axes)))
 
     def gather(self, w: jax.Array, axes: tuple[str, ...], dtype: Any) -> jax.Array:
-        """Returns the weight cast to `dtype` and all-gathered. Its gradient is reduce-scattered.
+        """Returns the weight cast to `dtype` and all-gathered. The backward pass reduce-scatters the gradient.
 
         A weight that is not sharded is returned unchanged. If the communication dtype has more bits than `dtype`, the
         result has the communication dtype, with values rounded to `dtype`.
@@ -90,10 +90,10 @@ class BatchAxes:
         return checkpoint_name(full.swapaxes(1, 2) if transposed else full, GATHERED)
 
     def cast_stacks(self, params: Any, axes: Any, dtype: Any) -> Any:
-        """Casts stacked shards to the dtype in which they are gathered, if gradients are also summed in that dtype.
+        """Casts sharded stacks of layers to the dtype of all-gathers, if gradients are summed in the same dtype.
 
-        With a cast before the loop over layers, the stacked gradients have that dtype instead of float32. Their values
-        are the same, and a 7B model on v5p:2x2x4 needs 0.8 GiB less.
+        With this cast before the loop over layers, stacked gradients also have that dtype instead of float32. Their
+        values are the same, and a 7B model on v5p:2x2x4 needs 0.8 GiB less.
         """
         if self.communication.dtype != jnp.dtype(dtype):
             return params
@@ -101,12 +101,12 @@ class BatchAxes:
         return self.map(lambda w, a: w.astype(weight_dtype(a, dtype)) if stacked(a) else w, params, axes)
 
     def reduce_microbatch(self, grads: Any, axes: Any) -> Any:
-        """Reduce-scatters the float32 gradients of one microbatch if gradients but not weights are sharded (ZeRO-2)."""
+        """Reduce-scatters a microbatch's float32 gradients if gradients are sharded but weights are not (ZeRO-2)."""
         rules = self.rules
         return self.map(lambda g, a: self.scatter(g, self.added_partition(a, rules.grads, rules.params)), grads, axes)
 
     def reduce_accumulated(self, grads: Any, axes: Any) -> Any:
-        """Sums the float32 gradients of all microbatches over all devices and shards them like the moments."""
+        """Sums the float32 gradients of all microbatches over all devices, with the sharding of the moments."""
 
         def reduce(grad, a):
             partition = self.added_partition(a, self.rules.moments, self.rules.grads)
@@ -115,11 +115,11 @@ class BatchAxes:
         return self.map(reduce, grads, axes)
 
     def reduce_full(self, grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """Sums the float32 gradient of a gathered weight over all devices and shards it like the moments."""
+        """Sums the float32 gradient of a gathered weight over all devices, with the sharding of the moments."""
         return self.psum_remaining(self.scatter(grad, self.partition(axes, self.rules.moments)), axes)
 
     def psum_remaining(self, grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """Sums a gradient that is sharded like the moments over the remaining mesh axes."""
+        """Sums a gradient, sharded like the moments, over the mesh axes over which it is not summed yet."""
         summed = {name for _, names in self.partition(axes, self.rules.moments) for name in names}
         sharded = [self.rules.params[axis] for axis in axes if axis in self.ungathered]
         summed |= {name for mesh_axes in sharded for name in mesh_axis_names(mesh_axes)}
@@ -132,14 +132,14 @@ class BatchAxes:
     def added_partition(
         self, axes: tuple[str, ...], rules: Mapping[str, MeshAxes], done: Mapping[str, MeshAxes]
     ) -> Partition:
-        """Returns, per dimension, the mesh axes by which `rules` shard an array in addition to `done`."""
+        """Returns, for each dimension, the mesh axes that shard an array under `rules` but not under `done`."""
         done_names = dict(self.partition(axes, done))
         found = [(d, names, done_names.get(d, ())) for d, names in self.partition(axes, rules)]
         assert all(names[: len(first)] == first for _, names, first in found), f"mesh axes differ in order: {found}"
         return tuple((d, names[len(first) :]) for d, names, first in found if names != first)
 
     def scatter(self, grad: jax.Array, partition: Partition) -> jax.Array:
-        """Returns the device's shard of the sum over the axes of the partition."""
+        """Returns the local shard of the sum of `grad` over the axes of the partition."""
         return reduce_scatter(grad, partition, self.communication).astype(jnp.float32) if partition else grad
 
     def num_parts(self, partition: Partition) -> int:
@@ -149,8 +149,8 @@ class BatchAxes:
     def bytes_sent(self, kind: str, nbytes: float, partition: Partition) -> list[CollectiveBytes]:
         """Returns the bytes of an "all-gather" or "reduce-scatter" over each mesh axis of the partition.
 
-        nbytes: bytes of the unsharded arrays. On TPUs the axes have the order of gather_shards() and reduce_scatter().
-        On other devices a single collective covers all axes, first the network between nodes, then links within nodes.
+        nbytes: bytes of the unsharded arrays. TPUs run one collective per axis, in the order of gather_shards() and
+        reduce_scatter(). Other devices run one for all axes, which sends most bytes over the links within a node.
         """
         innermost_first = (kind == "all-gather") == self.communication.tiled
         order = [name for _, names in partition for name in (names[::-1] if innermost_first else names)]
@@ -161,17 +161,17 @@ class BatchAxes:
         return sent
 
     def bytes_held(self, sizes: Sequence[int], width: int) -> int:
-        """Returns the bytes of a layer's gathered weights and unreduced gradients while the layer is computed.
+        """Returns the bytes of gathered weights and unreduced gradients while a layer is computed.
 
-        sizes: number of elements of each weight. width: bytes per element. The unreduced gradients are those of the
-        largest weight, and with a data axis also those of all weights in float32.
+        sizes: number of elements of each weight. width: bytes per element. The largest weight has an unreduced
+        gradient; with a data axis, all weights also have one in float32.
         """
         if not self.partition(("embed",), self.rules.params):
             return 0
         return width * (sum(sizes) + max(sizes)) + (4 * sum(sizes) if "data" in self.axes else 0)
 
     def map(self, f: Callable, grads: Any, axes: Any) -> Any:
-        """Applies f(gradient, logical axes) to the leaves of two trees. Empty subtrees are unchanged."""
+        """Applies f(gradient, logical axes) to the leaves of two trees. Empty subtrees do not change."""
         one = lambda a, g: f(g, a) if jax.tree.leaves(g) else g
         return jax.tree.map(one, axes, grads, is_leaf=is_axes) if self.mesh.size > 1 else grads
 
@@ -184,7 +184,7 @@ class BatchAxes:
         return lax.pmax(tree, self.reduce_axes) if self.reduce_axes else tree
 
     def first_row(self, num_rows: int) -> jax.Array | int:
-        """Returns the batch index of the first row on this device. num_rows: number of rows per device."""
+        """Returns the batch index of this device's first sequence. num_rows: number of sequences per device."""
         return lax.axis_index(self.axes) * num_rows if self.axes else 0
 
 

@@ -25,7 +25,7 @@ POSITIONS = 1  # the sharded dimension of [B, T, ...]
 
 
 class AttentionBytes(NamedTuple):
-    """Bytes of a device's arrays in the attention of one layer and microbatch, and how often they are exchanged."""
+    """Bytes of the local arrays in the attention of one layer and microbatch, and the number of exchanges."""
 
     keys: float  # keys and values
     queries: float  # mean of queries and outputs
@@ -38,10 +38,10 @@ class AttentionBytes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ContextAxis:
-    """The devices that shard a sequence. With one device every method is the identity.
+    """The devices that shard a sequence. With one device, every method is the identity.
 
-    zigzag: whether positions are in zigzag order. stages: devices that share each link, if the axis spans several
-    links. in_pipeline: whether the mesh has several pipeline stages, which call these methods at different times.
+    zigzag: whether positions are in zigzag order. stages: steps of a collective, or () if it has one step. in_pipeline:
+    whether the mesh has several pipeline stages, which call these methods at different times.
     """
 
     size: int = 1
@@ -60,7 +60,7 @@ class ContextAxis:
         return self.size * self.chunks
 
     def chunk_starts(self, chunk: int) -> np.ndarray:
-        """Returns int32[devices, chunks], the position in the sequence at which each device's chunks begin."""
+        """Returns int32[devices, chunks], the first position of each chunk. chunk: number of positions per chunk."""
         device = np.arange(self.size, dtype=np.int32)
         columns = [device] if self.chunks == 1 else [device, 2 * self.size - 1 - device]
         return np.stack(columns, axis=1) * np.int32(chunk)
@@ -89,11 +89,11 @@ class ContextAxis:
         return x if self.size == 1 else lax.psum(x, AXIS)
 
     def ppermute_next(self, tree: Any) -> Any:
-        """Returns the values of the previous device. The first device receives those of the last."""
+        """Sends values to the next device. The last device sends to the first."""
         return self.ppermute(tree, [(device, (device + 1) % self.size) for device in range(self.size)])
 
     def ppermute(self, tree: Any, pairs: list[tuple[int, int]]) -> Any:
-        """Sends values along (source, destination) pairs. Devices that are no destination receive zeros."""
+        """Sends values along (source, destination) pairs. Devices without a source receive zeros."""
         if not self.in_pipeline:
             return jax.tree.map(lambda x: lax.ppermute(x, AXIS, pairs), tree)
         # A ppermute waits for the devices of all stages, including idle ones. An all-gather waits for its group only.
@@ -103,7 +103,7 @@ class ContextAxis:
         return jax.tree.map(lambda x: jnp.where(sender >= 0, received(x), jnp.zeros_like(x)), tree)
 
     def shard_heads(self, x_BtNH: jax.Array) -> jax.Array:
-        """All-to-all from local positions of all heads to all positions of local heads. Requires zigzag=False."""
+        """Changes the sharding from positions to heads with an all-to-all. Requires zigzag=False."""
         return lax.all_to_all(x_BtNH, AXIS, split_axis=2, concat_axis=POSITIONS, tiled=True)
 
     def shard_positions(self, x_BTNH: jax.Array) -> jax.Array:
@@ -115,12 +115,11 @@ class ContextAxis:
         return x if self.size == 1 else lax.pmax(x, AXIS)
 
     def bytes_held(self, exchange: str, local: AttentionBytes) -> float:
-        """Returns the peak bytes of attention in addition to its local arrays. exchange: gather, ulysses or ring.
+        """Returns the peak memory of attention, without the local arrays. exchange: gather, ulysses or ring.
 
-        Gather needs keys and values of all positions, and their gradients. Ulysses needs all four arrays for a subset
-        of heads. Ring peaks in the backward pass, with keys and values of two neighbours; three float32 buffers for
-        their gradients (received, accumulated and sent); float32 gradients of local queries; queries and output
-        gradients in the kernel's dimension order; and a chunk of each with its results, for any sequence length.
+        gather: keys and values of all positions, and their gradients. ulysses: queries, keys, values and outputs of
+        local heads. ring: keys and values of two other devices; three float32 buffers for their gradients; float32
+        gradients of local queries; transposed queries and output gradients; and the arrays of one chunk.
         """
         keys, queries, float32_ratio, *_ = local
         if self.size == 1 or exchange == "gather" and local.windowed == 1:
@@ -134,9 +133,10 @@ class ContextAxis:
     def bytes_sent(self, exchange: str, local: AttentionBytes) -> list[CollectiveBytes]:
         """Returns the bytes sent by one layer and microbatch, forward and backward. exchange: gather, ulysses or ring.
 
-        A recomputed forward pass repeats gather and ulysses. Gather reduce-scatters gradients. Window tails are
-        permuted, or in a pipeline gathered and reduce-scattered. A ring of C devices takes C - 1 hops in each pass. XLA
-        merges the first backward hop with a recomputed hop. Gradients take C hops, in float32 except for the last.
+        Recomputation repeats the collectives of gather and ulysses. Window tails are sent by ppermute, or in a pipeline
+        by all-gather and reduce-scatter. A ring of C devices sends keys and values C - 1 times per pass, but XLA merges
+        one send of recomputation with the backward pass. Gradients are sent C times, in float32 except for the last
+        time.
         """
         keys, passes, remote = local.keys, local.forward_passes, 1 - local.windowed
         send = lambda kind, nbytes: [CollectiveBytes(AXIS, kind, nbytes)]

@@ -20,7 +20,7 @@ EXPERTS = "experts"  # the logical axis that AXIS shards
 
 @dataclasses.dataclass(frozen=True)
 class ExpertAxis:
-    """The devices among which tokens are sent. With one device every method is the identity."""
+    """The devices of the expert axis, which exchange tokens. With one device, every method is the identity."""
 
     size: int = 1  # devices
 
@@ -33,15 +33,15 @@ class ExpertAxis:
         return x if self.size == 1 else lax.pmax(x, AXIS)
 
     def bytes_sent(self, rows: float, row_bytes: float) -> list[CollectiveBytes]:
-        """Returns the bytes sent by one layer and microbatch. rows: number of (token, expert) pairs of a device.
+        """Returns the bytes sent by one layer and microbatch. rows: number of (token, expert) pairs per device.
 
-        Recomputation sends nothing, because no gradient reads the results. Combine weights and gradients are float32.
+        Recomputation sends nothing, since gradients do not use its results. Combine weights and gradients are float32.
         """
         nbytes = rows * (TRANSFERS_PER_ROW * row_bytes + WEIGHT_TRANSFERS_PER_ROW * 4)
         return [CollectiveBytes(AXIS, "all-to-all", nbytes)] if self.size > 1 else []
 
     def bytes_held(self, rows: float, row_bytes: float) -> float:
-        """Returns the bytes of the local inputs, output gradients and input gradients that rounds read or add to."""
+        """Returns the bytes of local inputs, output gradients and input gradients, which all rounds share."""
         return 3 * rows * row_bytes if self.size > 1 else 0.0
 
 
@@ -70,13 +70,13 @@ class ExpertWork(NamedTuple):
 
 
 def describe(exchange: Choice) -> str:
-    """Returns a description of the expert exchange with its reason, or "" if the axis has one device."""
+    """Returns a description of the expert exchange and its reason, or "" if the axis has one device."""
     words = {"gather": "experts are gathered (gather)", "send": "tokens are sent to their experts (send)"}
     return f"{words[exchange.name]}: {exchange.reason}" if exchange.name else ""
 
 
 def resolve_expert_exchange(requested: str, work: ExpertWork) -> Choice:
-    """Returns the requested exchange. For "auto", returns the exchange that delays matmuls less and fits in memory."""
+    """Returns the requested exchange. "auto" selects the one that fits in memory and delays matmuls less."""
     if work.devices == 1:
         return Choice(requested)
     if requested != "auto":

@@ -35,7 +35,7 @@ RESIDUAL_AXES = ("embed", "expert_embed", "latent")  # axes along the residual s
 
 @dataclasses.dataclass(frozen=True)
 class PipelineAxis:
-    """The stages of a run. layers: int32[P, V, layers of a chunk] from split_layers."""
+    """The stages of a pipeline. layers: int32[P, V, layers of a chunk] from split_layers()."""
 
     layers: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1, 1, 1), np.int32), compare=False)
     shards_vocab: bool = False
@@ -58,7 +58,7 @@ class PipelineAxis:
 
     @property
     def layer_slots(self) -> int:
-        """Number of layers for which a stage has buffers, with all chunks padded to the longest."""
+        """Number of layers for which a stage has buffers. All chunks are padded to the longest one."""
         return self.layers[0].size
 
     @property
@@ -68,7 +68,7 @@ class PipelineAxis:
 
     @property
     def chunk_work(self) -> float:
-        """Work of the largest chunk in units of one layer, without the output projection."""
+        """Cost of the most expensive chunk in units of one layer, without the output projection."""
         return max(self.layers.shape[2], self.first_layers + self.leading_layers)
 
     def saved_inputs(self, num_leading: int) -> int:
@@ -78,7 +78,7 @@ class PipelineAxis:
     def bytes_held(self, schedule: ScheduleSize, hop: int, num_leading: int) -> int:
         """Returns the bytes of a stage's residual streams: saved inputs, cotangents and four communication buffers.
 
-        hop: bytes of the residual stream of a microbatch. num_leading: see saved_inputs().
+        hop: bytes of the residual stream of one microbatch. num_leading: see saved_inputs().
         """
         buffers = 4 + schedule.num_pending + schedule.num_deferred
         return (schedule.num_slots * self.saved_inputs(num_leading) + buffers) * hop
@@ -86,9 +86,9 @@ class PipelineAxis:
     def bytes_sent(self, schedule: ScheduleSize, hop: int, tensor: int) -> list[CollectiveBytes]:
         """Returns the bytes that a step sends, except weights. hop: see bytes_held(). tensor: size of the tensor axis.
 
-        Each tick sends a residual stream and a gradient to a neighbour. With a sharded vocabulary, embeddings are
-        summed over stages before the tensor axis splits their positions, and their gradients are broadcast. The output
-        of the last stage is broadcast, and its gradient is summed. A broadcast is an all-reduce with zeros elsewhere.
+        At each tick, a stage sends activations to the next stage and gradients to the previous stage. If the vocabulary
+        is sharded, stages also all-reduce embeddings and the gradient of the last stage's output, and broadcast the
+        gradient of embeddings and the output of the last stage. A broadcast is an all-reduce with zeros elsewhere.
         """
         if self.size == 1:
             return []
@@ -98,7 +98,7 @@ class PipelineAxis:
         return sent
 
     def weight_bytes_sent(self, weights: tuple[float, float], grads: tuple[float, float]) -> list[CollectiveBytes]:
-        """Returns the bytes of to_stage() and from_stage() per step. weights, grads: bytes of (layers, tables)."""
+        """Returns the bytes that to_stage() and from_stage() send. weights, grads: bytes of (layers, other weights)."""
         (layers, tables), (layer_grads, table_grads) = weights, grads
         if self.has_local_layers:
             return [] if self.shards_vocab else [CollectiveBytes(AXIS, "all-reduce", table_grads)]
@@ -125,16 +125,16 @@ class PipelineAxis:
         return self.stage == self.size - 1
 
     def to_next_stage(self, x_BTD: jax.Array) -> jax.Array:
-        """Sends to the next stage. The first stage receives from the last, for its next chunk."""
+        """Sends to the next stage. The last stage sends to the first, which computes its next chunk."""
         return lax.ppermute(x_BTD, AXIS, self.neighbours)
 
     def to_previous_stage(self, x_BTD: jax.Array) -> jax.Array:
-        """Sends to the previous stage. The last stage receives from the first."""
+        """Sends to the previous stage. The first stage sends to the last."""
         return lax.ppermute(x_BTD, AXIS, [(target, source) for source, target in self.neighbours])
 
     @property
     def neighbours(self) -> list[tuple[int, int]]:
-        """Pairs (stage, next stage). With one chunk per stage the last sends nothing and the first receives zeros."""
+        """Pairs of (stage, next stage). With one chunk per stage, the last stage sends nothing."""
         pairs = [(stage, (stage + 1) % self.size) for stage in range(self.size)]
         return pairs if self.num_chunks > 1 else pairs[:-1]
 
@@ -147,7 +147,7 @@ class PipelineAxis:
         return self.sum(jnp.where(self.last, x_BTD, jnp.zeros_like(x_BTD)))
 
     def rules(self, rules: Rules) -> Rules:
-        """Returns the sharding rules for these stages. With one stage, the pipeline axis of the mesh shards rows."""
+        """Returns the sharding rules for these stages. With one stage, the pipeline axis shards the batch."""
         # Gradients are first sharded like parameters, then like moments.
         first = rules.params["embed"] != rules.moments["embed"]
         row_rules = functools.partial(self.row_rules, first=first)
@@ -155,14 +155,14 @@ class PipelineAxis:
         return Rules(*(change(table) for table in (rules.params, rules.grads, rules.moments)))
 
     def local_rules(self, table: Mapping[str, MeshAxes]) -> dict[str, MeshAxes]:
-        """Returns the table with layers, and the vocabulary if sharded, sharded over the stages that use them."""
+        """Returns the rules with layers sharded over stages, and also the vocabulary if the stages shard it."""
         vocab = {VOCAB: (*mesh_axis_names(table[VOCAB]), AXIS)} if self.shards_vocab else {}
         return dict(table) | {LAYERS: AXIS} | vocab
 
     def row_rules(self, table: Mapping[str, MeshAxes], *, first: bool) -> dict[str, MeshAxes]:
-        """Returns the table with rows and residual dimensions sharded over the pipeline axis, as over data and fsdp.
+        """Returns the rules with the batch and residual dimensions also sharded over the pipeline axis.
 
-        first: whether the pipeline axis is the first of a residual dimension's mesh axes; else it is the last.
+        first: whether the pipeline axis comes first, rather than last, among the mesh axes of a residual dimension.
         """
         added = lambda names: (AXIS, *names) if first else (*names, AXIS)
         residual = {axis: added(mesh_axis_names(table[axis])) for axis in RESIDUAL_AXES}
@@ -177,9 +177,9 @@ class PipelineAxis:
         return make_schedule(name, self.size, self.num_chunks, num_microbatches)
 
     def to_stage(self, w: jax.Array, axes: tuple[str, ...], *, stacked: bool) -> jax.Array:
-        """Returns the part of a stored weight that the device's stage uses; [V * layers of a chunk, ...] if stacked.
+        """Returns the part of a stored weight that the stage of this device uses.
 
-        Padding of shorter chunks is arbitrary. stacked: whether the weight belongs to the layers split over stages.
+        stacked: for a stack that is split over stages. The result is [V * layers of a chunk, ...], padded arbitrarily.
         """
         vocab = self.shards_vocab and VOCAB in axes
         residual = residual_dimension(axes)
@@ -201,7 +201,7 @@ class PipelineAxis:
         return lax.all_gather(w, AXIS, axis=residual, tiled=True)
 
     def from_stage(self, grad: jax.Array, axes: tuple[str, ...], *, stacked: bool) -> jax.Array:
-        """Returns the gradient of to_stage()'s result, summed over the stages and sharded like the stored weight."""
+        """Returns the gradient of the stored weight, summed over stages. grad: gradient of the result of to_stage()."""
         vocab = self.shards_vocab and VOCAB in axes
         residual = residual_dimension(axes)
         if self.has_local_layers and (stacked or vocab):
@@ -233,7 +233,7 @@ NO_PIPELINE_AXIS = PipelineAxis()
 
 @dataclasses.dataclass(frozen=True)
 class StageVocabTensorAxis(TensorAxis):
-    """A tensor axis whose vocabulary is also sharded over pipeline stages, with tensor devices outermost."""
+    """A tensor axis whose vocabulary is also sharded over pipeline stages. The tensor axis is outermost."""
 
     @property
     def vocab_axes(self) -> tuple[str, ...]:
@@ -241,7 +241,7 @@ class StageVocabTensorAxis(TensorAxis):
         return (*super().vocab_axes, AXIS)
 
     def reduce_scatter_lookup(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns the local positions of the sum over stages and tensor devices. The gradient is the first stage's."""
+        """Returns the local positions of the sum over stages and tensor devices. Gradients are those of stage 0."""
         return self.reduce_scatter(_sum_of_stages(x_BTD))
 
 
@@ -256,7 +256,7 @@ _sum_of_stages.defvjp(lambda x: (_sum_of_stages(x), None), lambda _, dy: (lax.ps
 def make_pipeline_axis(
     size: int, cfg: PipelineConfig, num_layers: int, head_layers: float, leading_layers: float = 0.0
 ) -> PipelineAxis:
-    """Returns the stages of a model. head_layers, leading_layers: work of the output projection and of the layers
+    """Returns the stages of a model. head_layers, leading_layers: cost of the output projection, and of the layers
     before the split stack, in units of one layer."""
     if size == 1:
         return NO_PIPELINE_AXIS
@@ -276,8 +276,8 @@ def stage_weights(
 ) -> Any:
     """Returns the parameters of the device's stage, gathered over fsdp and cast to the dtype of matmuls.
 
-    chunked: name of the stack that is split over stages. Every stage has all other parameters, except a sharded
-    vocabulary.
+    chunked: name of the stack of layers that is split over stages. All other parameters are on every stage, except for
+    a sharded vocabulary.
     """
 
     def gathered(path: Any, axes: tuple[str, ...], w: jax.Array) -> jax.Array:
@@ -291,7 +291,7 @@ def stage_weights(
 
 @jax.named_scope("reduce_gradients")
 def stage_gradients(grads: Any, axes: Any, batch_axes: BatchAxes, pipeline: PipelineAxis, *, chunked: str) -> Any:
-    """Returns the float32 gradients of stage_weights() summed over all devices, with the moments' sharding."""
+    """Returns the float32 gradients of stage_weights(), summed over all devices and sharded like the moments."""
 
     def reduced(stacked: bool, grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         return pipeline.from_stage(layer_by_layer(batch_axes.reduce_full, grad, axes), axes, stacked=stacked)

@@ -32,7 +32,7 @@ class Passes(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Backward passes of all stages, and buffers of their output cotangents. Each field is int32[t, P]."""
+    """Backward passes of all stages, and the buffers of their output cotangents. Each field is int32[t, P]."""
 
     microbatch: np.ndarray
     chunk: np.ndarray
@@ -60,7 +60,7 @@ class BackwardPass(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Relative times of the parts of a chunk's passes. A backward pass consists of all parts except `forward`."""
+    """Relative durations of the parts of a chunk's passes. The backward pass has all parts except `forward`."""
 
     forward: float = 1.0
     recompute: float = 1.0  # recomputation of the forward pass
@@ -74,7 +74,7 @@ COMMUNICATION_COSTS = Costs(weight_grads=0.0)  # for collectives in layers: weig
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleSize:
-    """Closed forms for the ticks, buffers and bubble of a schedule. make_schedule() asserts that its tables agree."""
+    """Numbers of ticks and buffers of a schedule, in closed form. make_schedule() asserts that its tables agree."""
 
     name: str = "1f1b"
     num_stages: int = 1
@@ -88,20 +88,20 @@ class ScheduleSize:
 
     @property
     def num_ticks(self) -> int:
-        """Number of ticks. Some stage has a forward pass in M V + P - 1 of them, and a backward pass in M V + P - 1."""
+        """Number of ticks. Forward passes take place in M V + P - 1 of them, and backward passes in M V + P - 1."""
         if self.name == "gpipe":
             return 2 * (self.chunk_runs + self.num_stages - 1)
         return self.chunk_runs + self.num_stages * (self.num_chunks + 1) - 2
 
     @property
     def num_slots(self) -> int:
-        """Maximum number of chunk passes whose inputs a stage saves at the same time."""
+        """Maximum number of forward passes whose inputs a stage has to save at the same time."""
         most = self.num_stages * (self.num_chunks + 1) - 1
         return self.chunk_runs if self.name == "gpipe" else min(self.chunk_runs, most)
 
     @property
     def num_pending(self) -> int:
-        """Number of buffers for cotangents of the last chunk between its loss and its backward pass."""
+        """Number of buffers for cotangents of the last chunk, from the loss to the backward pass."""
         return self.num_microbatches if self.name == "gpipe" else 1
 
     @property
@@ -110,20 +110,20 @@ class ScheduleSize:
         return min(self.num_stages - 1, self.num_microbatches) if self.name == "zero_bubble" else 0
 
     def slowdown(self, costs: Costs = EQUAL_COSTS) -> float:
-        """Returns the time of a step divided by the time of one stage's passes. Fill and drain add P - 1 ticks."""
+        """Returns the time of a step divided by the time of one stage's passes. The pipeline idles for P - 1 ticks."""
         lost = (self.num_stages - 1) * (sum(costs) - (costs.weight_grads if self.num_deferred else 0.0))
         return 1 + lost / (self.chunk_runs * sum(costs))
 
     @property
     def bubble(self) -> float:
-        """Fraction of the step time in which a stage idles or repeats work, at EQUAL_COSTS. If no weight gradients are
-        deferred, this is (P - 1) / (V M + P - 1), the bubble of arXiv:2104.04473 relative to the total time."""
+        """Fraction of the step time in which a stage idles or repeats work, for EQUAL_COSTS. Without deferred
+        gradients, this is (P - 1) / (V M + P - 1), the bubble of arXiv:2104.04473 relative to the total time."""
         return 1 - 1 / self.slowdown()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Schedule(ScheduleSize):
-    """The tables of a schedule. The loss of a microbatch is computed at the tick of its last forward chunk."""
+    """The tables of a schedule. The loss of a microbatch is computed at the tick of its last forward pass."""
 
     forward: Passes
     backward: Backward
@@ -151,7 +151,7 @@ class Schedule(ScheduleSize):
 
     @property
     def weights_only(self) -> np.ndarray:
-        """Mask of second backward passes, which only compute skipped weight gradients, bool[t, P]."""
+        """Mask of second backward passes, which compute only deferred weight gradients, bool[t, P]."""
         return self.backward.pending >= self.num_pending
 
     def __str__(self) -> str:
@@ -169,9 +169,9 @@ def first_chunk(passes: Passes | Backward) -> np.ndarray:
 
 
 def make_schedule(name: str, num_stages: int, num_chunks: int, num_microbatches: int) -> Schedule:
-    """Returns the checked tables of "1f1b", "zero_bubble" or "gpipe".
+    """Returns the tables of "1f1b", "zero_bubble" or "gpipe", after checks.
 
-    With several chunks per stage, microbatches are processed in groups of P, so M must be a multiple of P.
+    If a stage has several chunks, microbatches are processed in groups of P, so M must be a multiple of P.
     """
     P, V, M = num_stages, num_chunks, num_microbatches
     size = ScheduleSize(name, P, V, M)
@@ -198,10 +198,10 @@ def make_schedule(name: str, num_stages: int, num_chunks: int, num_microbatches:
 
 
 def tick_of(microbatch: int, chunk: int, num_stages: int, num_chunks: int) -> int:
-    """Returns the tick of a microbatch's forward pass through a chunk, one tick after the previous chunk.
+    """Returns the tick of a microbatch's forward pass through a chunk: one tick after the previous chunk.
 
-    P microbatches run through the first chunk of a stage, then through its second chunk, and so on. For backward
-    passes, chunks are counted from the end.
+    P microbatches run through the first chunk of a stage, then through its second chunk, and so on. For a backward
+    pass, count chunks from the end.
     """
     group, index = divmod(microbatch, num_stages)
     v, s = divmod(chunk, num_stages)
@@ -209,9 +209,8 @@ def tick_of(microbatch: int, chunk: int, num_stages: int, num_chunks: int) -> in
 
 
 def defer_weight_grads(backward: Backward, start: int, num_pending: int) -> int:
-    """Defers the weight gradients of the P - 1 ticks beginning at `start` to second passes in the last ticks, in which
-    their stages would idle. Returns the maximum number of deferred passes per stage.
-    """
+    """Moves the weight gradients of the P - 1 ticks that begin at `start` to second passes in the last ticks, in which
+    stages would otherwise idle. Returns the maximum number of deferred passes per stage."""
     ticks, P = backward.microbatch.shape
     most = 0
     for s in range(P):
@@ -227,7 +226,7 @@ def defer_weight_grads(backward: Backward, start: int, num_pending: int) -> int:
 
 
 def fill_slots(forward: Passes, backward: Backward) -> int:
-    """Assigns slots in both tables and reuses free slots. Returns the number of slots."""
+    """Assigns buffers for inputs (slots) in both tables, and reuses free buffers. Returns the number of buffers."""
     ticks, P = forward.microbatch.shape
     most = 0
     for s in range(P):
@@ -247,11 +246,11 @@ def fill_slots(forward: Passes, backward: Backward) -> int:
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Asserts the properties of a schedule that the program relies on.
+    """Asserts the properties of a schedule on which the program relies.
 
-    Each microbatch has one forward pass, one input gradient and one weight gradient per chunk. The next stage reads a
-    result at the next tick. No buffer is overwritten before a backward pass has read it. Input gradients, and weight
-    gradients that are not deferred, are computed in the order of microbatches.
+    For each chunk, each microbatch has one forward pass, one input gradient and one weight gradient. The next stage
+    reads a result at the next tick. No buffer is overwritten before a backward pass has read it. Input gradients, and
+    weight gradients that are not deferred, are computed in the order of microbatches.
     """
     P, V, M = schedule.num_stages, schedule.num_chunks, schedule.num_microbatches
     forward = ticks_by_pass(schedule.forward, P)
@@ -275,7 +274,7 @@ def check_schedule(schedule: Schedule) -> None:
 
 
 def check_buffers(schedule: Schedule, stage: int) -> None:
-    """Asserts that a stage reads the saved inputs and pending cotangents of the right microbatch and chunk."""
+    """Asserts that a stage reads saved inputs and pending cotangents of the correct microbatch and chunk."""
     last = schedule.num_stages - 1, schedule.num_chunks - 1
     slots: dict[int, tuple[int, int]] = {}
     pending: dict[int, tuple[int, int]] = {}
@@ -324,8 +323,8 @@ def split_layers(
 ) -> np.ndarray:
     """Returns int32[P, V, layers of a chunk], the layer indices of each chunk, padded with IDLE.
 
-    The work of chunks is as equal as possible, and no chunk is empty. head_layers, leading_layers: additional work of
-    the last and the first chunk, in units of one layer.
+    Chunks have similar costs, and no chunk is empty. head_layers, leading_layers: additional cost of the last and of
+    the first chunk, in units of one layer.
     """
     C = num_stages * num_chunks
     assert num_layers >= C, f"{num_layers} layers are too few for {C} chunks"

@@ -26,10 +26,10 @@ POSITIONS = 1  # the sharded dimension of the residual stream [B, T, D]
 
 @dataclasses.dataclass(frozen=True)
 class TensorAxis:
-    """The devices that shard matmuls. With one device every method is the identity.
+    """The devices that shard matmuls. With one device, every method is the identity.
 
-    stages: devices that share each link, if the axis spans several links. context: axis that shards the sequence before
-    this axis does. In the methods, "all positions" are those of the context device.
+    stages: steps of a collective, or () if it has one step. context: axis that shards the sequence first. In the
+    methods, "all positions" are the positions of this device's context shard.
     """
 
     size: int = 1
@@ -64,7 +64,7 @@ class TensorAxis:
         return lax.dynamic_slice_in_dim(x_BT, lax.axis_index(AXIS) * length, length, POSITIONS)
 
     def pad_remote(self, x: jax.Array, value: float) -> jax.Array:
-        """Returns x with its last axis padded to full size by `value` outside of the device's shard."""
+        """Returns x with its last axis padded to full size. Entries outside of the local shard are `value`."""
         if self.size == 1:
             return x
         size = x.shape[-1]
@@ -72,15 +72,15 @@ class TensorAxis:
         return lax.dynamic_update_slice_in_dim(full, x, lax.axis_index(AXIS) * size, x.ndim - 1)
 
     def scale_gradient(self, tree: Any) -> Any:
-        """Returns values that all devices compute unchanged, and divides their gradients by the number of devices."""
+        """Identity for values that every device computes. Divides their gradients by the number of devices."""
         scaled = lambda x: x / self.size + lax.stop_gradient(x - x / self.size)
         return tree if self.size == 1 else jax.tree.map(scaled, tree)
 
     def run_in_halves(self, f: Callable[..., Any], *inputs: Any) -> Any:
-        """Returns f(*inputs), computed separately on each half of the rows. f must not mix rows.
+        """Computes f(*inputs) separately for each half of the batch. f must treat sequences independently.
 
-        The halves are independent, so matmuls of one half overlap with collectives of the other. On a single device, or
-        for an odd number of rows, f is called once.
+        Matmuls of one half overlap with collectives of the other half. On a single device, or for an odd number of
+        sequences, f is called once.
         """
         rows = len(jax.tree.leaves(inputs)[0])
         if self.size == 1 or rows % 2:
@@ -89,12 +89,12 @@ class TensorAxis:
         return concat_row_parts([f(*half(0)), f(*half(rows // 2))])
 
     def bytes_sent(self, nbytes: float) -> list[CollectiveBytes]:
-        """Returns an all-gather and a reduce-scatter of all positions (`nbytes`) as one all-reduce of equal cost."""
+        """Returns the bytes of an all-gather and a reduce-scatter of `nbytes`, which cost as much as one all-reduce."""
         return [CollectiveBytes(AXIS, "all-reduce", nbytes)] if self.size > 1 else []
 
     def bytes_held(self, nbytes: int) -> int:
-        """Returns the bytes of a block's streams: two residual streams of local positions, and the inputs of attention
-        and MLP with all positions. nbytes: bytes of one stream with all positions."""
+        """Returns the bytes of a block's activations of width embed_dim: two residual streams with local positions, and
+        the inputs of attention and MLP with all positions. nbytes: bytes of one stream with all positions."""
         return 2 * nbytes + 2 * nbytes // self.size
 
     @property
@@ -103,9 +103,9 @@ class TensorAxis:
         return (AXIS,) if self.size > 1 else ()
 
     def local_ids(self, ids_BT: jax.Array, num_local: int) -> jax.Array:
-        """Returns the index of each token id in the device's shard of a table, or num_local for remote ids.
+        """Returns the index of each token id in the local shard of a table, or num_local for ids in other shards.
 
-        An id outside of the vocabulary is treated as remote. Checks of the data reject such ids before a run.
+        An id outside of the vocabulary is treated as in another shard. Checks of the data reject such ids before a run.
         """
         if not self.vocab_axes:
             return ids_BT
@@ -113,7 +113,7 @@ class TensorAxis:
         return jnp.where((ids_BT >= 0) & (ids_BT < num_local), ids_BT, num_local)
 
     def reduce_scatter_lookup(self, x_BTD: jax.Array) -> jax.Array:
-        """Reduce-scatters embeddings from a sharded table. The embedding of a token is nonzero on one device only."""
+        """Reduce-scatters embeddings from a sharded table. A token's embedding is nonzero on one device only."""
         return self.reduce_scatter(x_BTD)
 
     def vocab_sum(self, x: jax.Array) -> jax.Array:
@@ -137,8 +137,8 @@ NO_TENSOR_AXIS = TensorAxis()
 
 
 def concat_row_parts(parts: list[Any]) -> Any:
-    """Concatenates results for parts of the rows. A result is an array [rows, ...], or a tuple of such an array and a
-    tree of sums over rows, which are added."""
+    """Concatenates the results of parts of a batch. A result is an array [B, ...], or a tuple of such an array and a
+    tree of sums over the part, which are added."""
     if not isinstance(parts[0], tuple):
         return jnp.concatenate(parts)
     arrays, sums = zip(*parts)

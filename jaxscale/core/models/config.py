@@ -71,7 +71,7 @@ class ExpertsConfig(RouterConfig):
         self.check_router(self.number)
 
     def capacity(self, row_length: int) -> int | None:
-        """Returns the maximum number of tokens that an expert processes per sequence in training, or None."""
+        """Returns the maximum number of tokens per expert and sequence in training, or None without a limit."""
         factor = self.capacity_factor
         return math.ceil(factor * self.chosen * row_length / self.number) if factor else None
 
@@ -83,8 +83,8 @@ class ExpertsConfig(RouterConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentConfig:
-    """Settings of latent attention, which projects keys and values of all heads from one latent per position
-    (arXiv:2405.04434, section 2.1)."""
+    """Settings of latent attention (arXiv:2405.04434, section 2.1). Keys and values of all heads are projections of one
+    latent vector per position."""
 
     kv_rank: int = setting(help="size of the latent of keys and values")
     q_rank: int = setting(0, "size of the latent of queries; 0: queries are projected from the residual stream")
@@ -97,9 +97,9 @@ class LatentConfig:
             if getattr(self, name) < 1:
                 raise BadInput(f"{name}={getattr(self, name)} must be at least 1")
         if self.q_rank < 0:
-            raise BadInput(f"q_rank={self.q_rank} must be at least 1, or 0 for none")
+            raise BadInput(f"q_rank={self.q_rank} must not be negative; 0 disables the latent of queries")
         if self.rope_dim % 2:
-            raise BadInput(f"rope_dim={self.rope_dim} must be even, because RoPE rotates pairs")
+            raise BadInput(f"rope_dim={self.rope_dim} must be even, because RoPE rotates pairs of features")
 
     @property
     def head_dim(self) -> int:
@@ -213,13 +213,13 @@ class ModelConfig:
         if self.norm_eps < 0:
             raise BadInput(f"norm_eps={self.norm_eps} must not be negative")
         if self.logit_softcap is not None and self.logit_softcap <= 0:
-            raise BadInput(f"logit_softcap={self.logit_softcap} must be above 0, or none")
+            raise BadInput(f"logit_softcap={self.logit_softcap} must be above 0; use none to disable it")
         if not 0 <= self.dropout < 1:
             raise BadInput(f"dropout={self.dropout} must be at least 0 and below 1")
 
     @property
     def leading_layers(self) -> float:
-        """Work of the layers before the stack `blocks`, in units of one layer of `blocks`."""
+        """Cost of the layers before the stack `blocks`, as a multiple of the cost of one layer of `blocks`."""
         return 0.0
 
     def matrices(self) -> dict[str, tuple[int, int]]:
@@ -253,34 +253,34 @@ class ModelConfig:
 
     @property
     def mlp_width(self) -> int:
-        """Width of the MLP, or of the selected experts, that a token passes through in most blocks."""
+        """Width of the MLP in most blocks. With experts, the total width of those that a token uses."""
         return self.mlp_dim
 
     @property
     def matmul_params(self) -> int:
-        """Number of parameters in matmuls per token: matrices and the output projection, not the embedding lookup."""
+        """Number of parameters in matmuls per token. Includes the output projection, but not the embedding lookup."""
         return self.num_layers * self.block_matrix_params + self.vocab_size * self.embed_dim
 
     def visible_keys(self, seq_len: int) -> float:
-        """Returns the number of keys that a query attends to, averaged over a row and summed over the layers."""
+        """Returns the number of keys that a query attends to, averaged over positions and summed over layers."""
         return self.num_layers * (seq_len if self.attention_needs().bidirectional else seq_len / 2)
 
     def flops_per_token(self, seq_len: int, encoder_len: int | None = None) -> float:
-        """Returns the FLOPs of a training step per token of a sequence of seq_len tokens, without recomputation.
+        """Returns the FLOPs per token of a training step with sequences of seq_len tokens, without recomputation.
 
-        These are 6 FLOPs per matrix parameter (2 forward, 4 backward) and the two matmuls of attention over visible
-        keys. PaLM's formula (arXiv:2204.02311, appendix B) also counts masked keys, so its MFU is slightly higher.
-        encoder_len: number of tokens of the encoder's sequence, for models with an encoder.
+        They are 6 FLOPs per matrix parameter (2 forward, 4 backward) and the two matmuls of attention over unmasked
+        keys. PaLM's formula (arXiv:2204.02311, appendix B) includes masked keys, so its MFU is slightly higher.
+        encoder_len: tokens per encoder sequence, for models with an encoder.
         """
         return 6 * self.matmul_params + 6 * (self.query_width + self.result_width) * self.visible_keys(seq_len)
 
     def attention_needs(self, *, prefix: bool = False) -> AttentionNeeds:
-        """Returns the features that an attention kernel must support. prefix: sequences have a bidirectional prefix."""
+        """Returns the features that an attention kernel must support. prefix: whether prefixes are bidirectional."""
         return AttentionNeeds(head_dim=self.head_dim, dtype=self.compute_dtype, prefix=prefix)
 
     @property
     def layer_stacks(self) -> dict[str, int]:
-        """Number of layers by parameter name of each stack of blocks, in forward order."""
+        """{parameter name of a stack of blocks: number of layers}, in the order of the forward pass."""
         return {BLOCKS: self.num_layers}
 
     @property
@@ -315,7 +315,7 @@ class ModelConfig:
 
     @property
     def mlp_residuals(self) -> tuple[tuple[str, ResidualDtype], ...]:
-        """(description, dtype) of each array [mlp_dim] per token that an MLP saves for its backward pass."""
+        """(description, dtype) of each array of width mlp_dim that an MLP saves for its backward pass."""
         return ("result", "operand"), ("before the non-linearity", "compute")
 
 
@@ -327,7 +327,7 @@ def check_positive(cfg: ModelConfig, *names: str) -> None:
 
 
 def saved_names(cfg: ModelConfig) -> set[str] | None:
-    """Returns the names of a block's activations that are saved on the device for the backward pass. None means all."""
+    """Returns the names of a block's activations that stay on the device for the backward pass, or None for all."""
     if cfg.remat == "none":
         return None
     if cfg.remat == "dots":  # matmuls of activations with weights
@@ -337,7 +337,7 @@ def saved_names(cfg: ModelConfig) -> set[str] | None:
 
 
 def check_remat(remat: RematName, save: tuple[str, ...], offload: tuple[str, ...], names: tuple[str, ...]) -> None:
-    """Raises BadInput for a list that the policy ignores, or a name that is not among the model's activations."""
+    """Raises BadInput for names that the policy ignores, and for unknown or duplicate names of activations."""
     for field, listed in (("remat_save", save), ("remat_offload", offload)):
         for name in listed:
             if name not in names:
@@ -354,6 +354,6 @@ def check_remat(remat: RematName, save: tuple[str, ...], offload: tuple[str, ...
         )
     if offload and remat not in (*SAVED_NAMES, "save"):
         able = ", ".join(name for name in get_args(RematName) if name in SAVED_NAMES or name == "save")
-        raise BadInput(f"remat_offload cannot be combined with remat={remat!r}, which ignores names; use {able}")
+        raise BadInput(f"remat_offload cannot be combined with remat={remat!r}, which ignores names; use remat={able}")
     if both := [name for name in save if name in offload]:
         raise BadInput(f"{both[0]!r} is in both remat_save and remat_offload; remove it from one of them")

@@ -36,7 +36,7 @@ from jaxscale.kernels.vocabulary import lookup, lookup_sharded
 
 
 class LearnedPositionsModel(StackedModel):
-    """Base class of GPT-2 and BERT, with dropout of embeddings and blocks, and positions used only by the embedding."""
+    """Base class of GPT-2 and BERT, which apply dropout and use positions only in the embedding."""
 
     embed: Callable[..., jax.Array]  # (tokens_BT, positions_BT) -> embeddings of local positions
 
@@ -48,7 +48,7 @@ class LearnedPositionsModel(StackedModel):
         return dropout(x_BTD, self.cfg.dropout, split_keys(keys_B, self.cfg.num_layers + 1)[0], self.plan.tensor)
 
     def layer_inputs(self, keys_B: jax.Array | None, stack: str):
-        """Returns a dropout key for each block and row, [L, B], or None without dropout."""
+        """Returns a dropout key for each block and sequence, [L, B], or None without dropout."""
         return None if keys_B is None or not self.cfg.dropout else split_keys(keys_B, self.cfg.num_layers + 1)[1:]
 
 
@@ -103,7 +103,7 @@ class Gpt2(LearnedPositionsModel):
         return x_BTD.astype(self.cfg.compute_dtype)
 
     def unembedding(self, h_BTD):
-        """Returns (h_BTD, output projection [D, V]). The output projection is the embedding table, gathered once."""
+        """Returns (h_BTD, output projection [D, V]). The output projection is the transposed embedding table."""
         table, dtype = self.embedding[...], self.cfg.embed_dtype
         h_BTD, table_VD = gather_after(self.plan.gather, h_BTD, table, ("vocab", "embed"), dtype)
         return h_BTD, table_VD.T
@@ -132,7 +132,7 @@ class EncoderBlock(Block):
 
 
 class MlmHead(nnx.Module):
-    """Matmul, GELU and norm between the last hidden states and the embedding table, applied to local positions."""
+    """Masked language modeling head: matmul, GELU and LayerNorm before the output projection."""
 
     def __init__(self, cfg: EncoderConfig, *, rngs: nnx.Rngs, plan: ParallelPlan):
         D = cfg.embed_dim
@@ -169,7 +169,7 @@ class Encoder(LearnedPositionsModel):
 
     @jax.named_scope("embedding")
     def embed(self, tokens_BT, positions_BT):
-        """Returns the normalized sum of token, position and type embeddings, for local positions."""
+        """Returns the normalized sum of token, position and type embeddings at local positions."""
         cfg = self.cfg
         table_VD = self.plan.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
         positions_PD = self.plan.gather(self.position_embedding[...], ("position", "embed"), cfg.embed_dtype)
@@ -182,8 +182,8 @@ class Encoder(LearnedPositionsModel):
         return x_BTD.astype(cfg.compute_dtype)
 
     def unembedding(self, h_BTD):
-        """Returns (hidden states with 1 appended, embedding table [D, V] with the bias of logits appended as a row).
-        Their product includes the bias, so the loss needs no bias argument."""
+        """Returns (hidden states with a 1 appended, output projection [D + 1, V] with the logit bias as the last row).
+        Their product includes the bias."""
         table, dtype = self.embedding[...], self.cfg.embed_dtype
         h_BTD, table_VD = gather_after(self.plan.gather, h_BTD, table, ("vocab", "embed"), dtype)
         h_BTD = self.head(h_BTD).astype(self.cfg.embed_dtype)

@@ -19,7 +19,7 @@ INSIDE_GELU: tuple[str, ResidualDtype] = ("inside GELU", "float32")  # saved for
 
 
 class BiasedConfig(ModelConfig):
-    """Settings shared by GPT-2 and BERT: LayerNorm, biases, learned positions, and heads that divide embed_dim."""
+    """Settings shared by GPT-2 and BERT, which have LayerNorm, biases and learned positions."""
 
     norm_residuals: ClassVar[tuple[ResidualDtype, ...]] = ("float32", "float32")  # before and after LayerNorm's scale
     activation_names: ClassVar[tuple[str, ...]] = ACTIVATIONS
@@ -58,7 +58,7 @@ class Gpt2Config(BiasedConfig):
 
     @property
     def mlp_residuals(self) -> tuple[tuple[str, ResidualDtype], ...]:
-        """Saved arrays of the base class, and the float32 arrays that tanh GELU saves in addition to its input."""
+        """Arrays that the MLP saves for its backward pass, including the float32 arrays of tanh GELU."""
         return *super().mlp_residuals, *[INSIDE_GELU] * 4
 
 
@@ -82,7 +82,7 @@ class EncoderConfig(BiasedConfig):
 
     @property
     def matmul_params(self) -> int:
-        """Number of parameters in matmuls per token, including the matrix of the head."""
+        """Number of matmul parameters per token, including the matrix of the MLM head."""
         return super().matmul_params + self.embed_dim**2
 
     @property
@@ -98,7 +98,7 @@ class EncoderConfig(BiasedConfig):
 
     @property
     def mlp_residuals(self) -> tuple[tuple[str, ResidualDtype], ...]:
-        """Saved arrays of the base class, and the float32 arrays that exact GELU saves in addition to its input."""
+        """Arrays that the MLP saves for its backward pass, including the float32 arrays of exact GELU."""
         return *super().mlp_residuals, *[INSIDE_GELU] * 2
 
 
@@ -131,13 +131,13 @@ class T5Config(ModelConfig):
         super().__post_init__()
         check_positive(self, "head_dim", "mlp_dim")
         if self.decoder_layers < 1:
-            raise BadInput(f"num_decoder_layers={self.num_decoder_layers} must be at least 1, or none")
+            raise BadInput(f"num_decoder_layers={self.num_decoder_layers} must be at least 1; use none for num_layers")
         if self.num_buckets < 4 or self.num_buckets % 2:
             raise BadInput(f"num_buckets={self.num_buckets} must be even and at least 4")
         if self.max_distance <= self.num_buckets // 2:
             raise BadInput(
-                f"max_distance={self.max_distance} must be above half of num_buckets={self.num_buckets}, because "
-                "each distance below that half has its own bucket"
+                f"max_distance={self.max_distance} must be more than half of num_buckets={self.num_buckets}; "
+                "increase max_distance, or reduce num_buckets"
             )
 
     @property
@@ -152,7 +152,7 @@ class T5Config(ModelConfig):
 
     @property
     def block_params(self) -> tuple[int, int]:
-        """(Matrix parameters of an encoder block, matrix parameters of a decoder block with cross-attention)."""
+        """Number of matrix parameters in (an encoder block, a decoder block with cross-attention)."""
         return self.block_matrix_params, self.block_matrix_params + 4 * self.embed_dim * self.query_width
 
     @property
@@ -164,10 +164,10 @@ class T5Config(ModelConfig):
         return matrices + norms + tables + self.vocab_size * D * (1 if self.tied_embeddings else 2)
 
     def flops_per_token(self, seq_len: int, encoder_len: int | None = None) -> float:
-        """Returns the FLOPs of a training step per token of the decoder's sequence, including the encoder's FLOPs.
+        """Returns the FLOPs of a training step per decoder token, including the FLOPs of the encoder.
 
-        These are 6 FLOPs per matrix parameter and token that the matrix is applied to, and the matmuls of attention
-        over visible keys. Keys and values of cross-attention are computed for the tokens of the encoder.
+        Counts 6 FLOPs per matrix parameter and token, and the attention matmuls over visible keys. Keys and values of
+        cross-attention are computed from encoder tokens.
         """
         assert encoder_len is not None, "encoder_len is missing"
         D, width, layers = self.embed_dim, self.query_width, self.decoder_layers
@@ -179,12 +179,12 @@ class T5Config(ModelConfig):
         return (6 * (encoded + decoded) + 12 * width * pairs) / seq_len
 
     def attention_needs(self, *, prefix: bool = False) -> AttentionNeeds:
-        """Returns the features that an attention kernel must support, with or without a prefix."""
+        """Returns the features that an attention kernel must support."""
         return dataclasses.replace(super().attention_needs(), bidirectional=True, bias=True)
 
     @property
     def mlp_residuals(self) -> tuple[tuple[str, ResidualDtype], ...]:
-        """Saved arrays of the base class for ReLU, and additional arrays for gated tanh GELU."""
+        """Arrays that the MLP saves for its backward pass. A gated GELU saves more arrays than a ReLU."""
         if not self.gated_mlp:
             return super().mlp_residuals
         factor: tuple[str, ResidualDtype] = ("factor of the gate", "compute")

@@ -34,10 +34,10 @@ class Latents(NamedTuple):
 
 
 class LatentAttention(nnx.Module):
-    """Causal attention within each packed document.
+    """Multi-head latent attention (MLA), causal within each packed document.
 
-    Devices of the tensor axis have some of the heads. They compute latents for local positions and all-gather the
-    latents, which are smaller than the residual stream.
+    Heads are sharded over the tensor axis. Each device computes the latents of local positions and all-gathers them,
+    because latents are smaller than the residual stream.
     """
 
     def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, plan: ParallelPlan):
@@ -93,7 +93,7 @@ class LatentAttention(nnx.Module):
         return rms_norm(latent_BTC, scale[...], EPS)
 
     def attend(self, q_BTNH, latents: Latents, wkv_up_CNE, segment_ids_BT, **window) -> jax.Array:
-        """Returns out_BTNV. Projects keys and values of every head. E: U + V."""
+        """Projects the latents to keys and values, and returns the attention output out_BTNV. E: U + V."""
         kv_BSNE = self.plan.project("BSC,CNE->BSNE", latents.kv_BSC, wkv_up_CNE)
         k_BSNU, v_BSNV = jnp.split(kv_BSNE, [self.latent.nope_dim], axis=-1)
         (B, S, N, _), R = k_BSNU.shape, latents.key_BSR.shape[-1]

@@ -58,12 +58,12 @@ def param(
 
 
 def constant(shape: Sequence[int], axes: tuple[str, ...], value: float) -> nnx.Param:
-    """Returns a float32 parameter initialized to a constant: 1 for scales, 0 for biases."""
+    """Returns a float32 parameter initialized to a constant, such as 1 for scales or 0 for biases."""
     return nnx.Param(jnp.full(tuple(shape), value, jnp.float32), axes=axes)
 
 
 def make_stack(make_block: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, num_layers: int, scan: bool) -> Stack:
-    """Returns blocks with independent random keys: a module with stacked parameters, or a list with equal values."""
+    """Returns a module with stacked parameters if `scan`, else a list of blocks with the same initial values."""
     keys = jax.random.split(rngs.params(), num_layers)
     if not scan:
         return nnx.List([make_block(nnx.Rngs(params=key)) for key in keys])
@@ -83,7 +83,7 @@ class Block(nnx.Module):
     def __call__(self, x_BTD: jax.Array, layer_input: Any, *shared: Any) -> Any:
         """Returns x_BTD after the layer, or (x_BTD, metrics).
 
-        layer_input: entry of the layer in layer_inputs of run_stack(). shared: inputs of all layers.
+        layer_input: the slice of `layer_inputs` in run_stack() for this layer. shared: inputs that all layers receive.
         """
         raise NotImplementedError
 
@@ -91,11 +91,11 @@ class Block(nnx.Module):
 def run_stack(
     blocks: Stack, x: jax.Array, layer_inputs: Any, shared: tuple, cfg: ModelConfig, plan: ParallelPlan
 ) -> tuple[jax.Array, Any]:
-    """Returns (x after all blocks, metrics of the blocks with a leading axis of layers, or None).
+    """Returns (x after all blocks, stacked metrics of the blocks or None).
 
-    layer_inputs: tree with a leading axis of num_layers, such as random keys, or None. shared: inputs of all layers.
-    plan: gathers the weights of a block before its forward pass and again before its backward pass, and decides whether
-    layers are scanned. plan.recorder receives the intermediates of each layer, and may provide inputs to each layer.
+    layer_inputs: inputs that differ by layer, such as random keys, as a tree with a leading layer axis, or None.
+    shared: inputs that all layers receive. The weights of a block are gathered before its forward pass and again before
+    its backward pass. plan.recorder receives intermediates of each layer, and may provide an additional layer input.
     """
     gather, recorder, looped = plan.gather, plan.recorder, cfg.scan_layers and plan.scan_layers
     recorder_inputs = recorder.layer_inputs()
@@ -133,7 +133,7 @@ def run_stack(
 class StackedModel(nnx.Module):
     """Base class of models that consist of embed_tokens(), stacks of blocks and last_hidden().
 
-    Stacks are attributes with the names in cfg.layer_stacks. layer_inputs() and shared_inputs() return their inputs.
+    Each stack is an attribute named in cfg.layer_stacks. layer_inputs() and shared_inputs() return its inputs.
     """
 
     cfg: ModelConfig
@@ -144,7 +144,7 @@ class StackedModel(nnx.Module):
         raise NotImplementedError
 
     def layer_inputs(self, keys_B: jax.Array | None, stack: str) -> Any:
-        """Returns the inputs of each layer of a stack, with a leading axis of layers, or None."""
+        """Returns the inputs that differ by layer, as a tree with a leading layer axis, or None."""
         raise NotImplementedError
 
     def shared_inputs(self, positions_BT, segment_ids_BT) -> tuple:
@@ -167,7 +167,7 @@ class StackedModel(nnx.Module):
         return self.hidden_and_metrics(tokens_BT, positions_BT, segment_ids_BT, keys_B)[0]
 
     def hidden_and_metrics(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
-        """Returns (last hidden states, metrics of the blocks with a leading axis of layers, or None)."""
+        """Returns (last hidden states, stacked metrics of the blocks or None)."""
         x_BTD, metrics = self.embed_tokens(tokens_BT, positions_BT, segment_ids_BT, keys_B), None
         for stack in self.cfg.layer_stacks:
             inputs, shared = self.layer_inputs(keys_B, stack), self.shared_inputs(positions_BT, segment_ids_BT)
@@ -176,7 +176,7 @@ class StackedModel(nnx.Module):
 
 
 def save_all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """Returns True except for gathered or fetched weights and their casts; a jax.checkpoint policy."""
+    """A jax.checkpoint policy that saves everything except gathered weights, casts, and copies from host memory."""
     if any(getattr(x, "memory_space", None) == jax.memory.Space.Host for x in inputs):
         return False
     eqns = getattr(params.get("call_jaxpr"), "eqns", ())  # equations of a custom_vjp
@@ -185,7 +185,7 @@ def save_all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
 
 
 def gathers_weight(primitive: Any, params: Mapping[str, Any]) -> bool:
-    """Returns True for an all-gather of weights. All-gathers over the tensor axis are of activations."""
+    """Returns True for an all-gather of weights. An all-gather over the tensor axis gathers activations."""
     return primitive is lax.all_gather_p and params["axis_name"] != (AXIS,)
 
 
@@ -193,7 +193,7 @@ def remat_policy(remat: RematName, save: tuple[str, ...], offload: tuple[str, ..
     """Returns the jax.checkpoint policy for these settings.
 
     Activations named in `offload` are saved in host memory even if the policy would save them on the device. No policy
-    saves gathered weights, because those of all layers would not fit in memory.
+    saves gathered weights, because the weights of all layers would not fit in memory.
     """
     if remat == "none":
         return save_all_but_gathered
@@ -220,25 +220,25 @@ def is_cudnn_forward(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def in_row_parts(block: Block, cfg: ModelConfig, plan: ParallelPlan) -> Callable:
-    """Returns the block, or run_row_parts() applied to the block if it runs on parts of the rows."""
+    """Returns the block, wrapped in run_row_parts() if it runs on parts of the batch."""
     if not cfg.splits_rows or plan.recorder is not NO_RECORDER or (row_parts(cfg) == 1 and plan.tensor.size == 1):
         return block  # a recorder stores one record per layer
     return functools.partial(run_row_parts, block, cfg, plan)
 
 
 def row_parts(cfg: ModelConfig) -> int:
-    """Returns the number of parts of the rows, which is 1 with remat='none' because that saves all activations."""
+    """Returns the number of parts of the batch. It is 1 with remat='none', which saves all activations."""
     return 1 if cfg.remat == "none" else cfg.row_parts
 
 
 def run_row_parts(
     block: Block, cfg: ModelConfig, plan: ParallelPlan, x_BTD: jax.Array, layer_input: Any, *shared: Any
 ) -> Any:
-    """Returns block(x_BTD, layer_input, *shared), computed sequentially on cfg.row_parts parts of the rows.
+    """Returns block(x_BTD, layer_input, *shared), computed sequentially on cfg.row_parts parts of the batch.
 
-    The backward pass recomputes a part after the gradients of the next part, so only one part's activations are in
-    memory. Weight gradients accumulate in the weights' dtype. If row_parts does not divide the rows, fewer parts are
-    used. With a tensor axis each part is computed in two halves. shared: arrays with a leading axis of rows.
+    The backward pass recomputes one part at a time, so only the activations of one part are in memory. Weight gradients
+    accumulate in the dtype of the weights. If row_parts does not divide the batch size, fewer parts are used. With a
+    tensor axis, each part is computed in two halves. shared: arrays with a leading batch axis.
     """
     run = functools.partial(plan.tensor.run_in_halves, lambda x, *shared: block(x, layer_input, *shared))
     parts = math.gcd(row_parts(cfg), len(x_BTD))
@@ -260,7 +260,7 @@ def run_row_parts(
 
 @jax.named_scope("gather_weights")
 def gather_params(params: Any, gather: Gather, dtype: Any, *, stacked: bool) -> Any:
-    """Gathers a block's parameters and joins adapters. stacked: whether logical axes begin with the axis of layers."""
+    """Gathers a block's parameters and joins adapters to weights. stacked: whether logical axes begin with `layers`."""
     gathered = lambda leaf: leaf.replace(gather(leaf.get_value(), leaf.axes[stacked:], dtype))
     return join_adapters(jax.tree.map(gathered, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
 
@@ -270,7 +270,7 @@ def grad_barrier(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns (x, w) unchanged, with an optimization barrier on their gradients in the backward pass.
 
     Without the barrier, XLA reduces the gradient of w over the devices only at the end of the backward pass and keeps
-    the unreduced gradient until then (0.5 GiB for the output projection of a 7B, libtpu 0.0.51 for v5e, 2026-11-21).
+    the unreduced gradient until then (0.5 GiB for the output projection of a 7B model, libtpu 0.0.51, v5e, 2026-11-21).
     """
     return x, w
 
@@ -281,15 +281,15 @@ grad_barrier.defvjp(lambda x, w: ((x, w), None), lambda _, grads: lax.optimizati
 def gather_after(
     gather: Gather, x: jax.Array, w: jax.Array, axes: tuple[str, ...], dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (x, the gathered weight w), with a gradient barrier. axes: logical axes of w."""
+    """Returns (x, gathered w), with grad_barrier() between their gradients. axes: logical axes of w."""
     x, w = grad_barrier(x, w) if gather is no_gather else order_on_cpu(*grad_barrier(x, w))
     return x, gather(w, axes, dtype)
 
 
 def split_model(model: M) -> tuple[nnx.GraphDef[M], dict, dict]:
-    """Returns (graphdef, params, axes), where params and axes are nested dicts of arrays and of tuples of logical axes.
+    """Returns (graphdef, nested dict of parameters, nested dict of tuples of logical axes).
 
-    merge_model(graphdef, params) returns the model. Checkpoints and optax use only the dicts.
+    merge_model() returns the model again. Checkpoints and optax use only the dicts.
     """
     graphdef, state = nnx.split(model, nnx.Param)
     is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
@@ -322,7 +322,7 @@ def split_keys(keys_B: jax.Array, number: int) -> jax.Array:
 def dropout(x: jax.Array, rate: float, keys_B: jax.Array | None, tensor: TensorAxis = NO_TENSOR_AXIS) -> jax.Array:
     """Applies dropout to x [B, T, ...]. Returns x unchanged without keys or at rate 0.
 
-    Each row has a separate key, so masks do not depend on devices, microbatches or the sharding of positions.
+    Each sequence has its own key, so masks do not depend on the mesh or the number of microbatches.
     """
     if keys_B is None or rate == 0.0:
         return x

@@ -120,7 +120,7 @@ class LlamaMlp(nnx.Module):
         return self.plan.tensor.reduce_scatter(self.unreduced(self.plan.tensor.all_gather(x_BTD)))
 
     def unreduced(self, x_BTD):
-        """Returns the output of local MLP columns for all positions, before the sum over devices."""
+        """Returns the output of the local MLP columns at all positions, before the sum over devices."""
         project = self.plan.project
         gate_BTF = checkpoint_name(project("BTD,DF->BTF", x_BTD, self.gate[...]), MLP_GATE)
         up_BTF = checkpoint_name(project("BTD,DF->BTF", x_BTD, self.up[...]), MLP_UP)
@@ -134,7 +134,7 @@ class Rotations(NamedTuple):
     local: Rotation | None = None  # for layers with a window, if these have a separate base
 
     def for_layer(self, local: jax.Array | None) -> Rotation:
-        """Returns the rotation of a layer. local: bool[], True if the layer has a window."""
+        """Returns the rotation of a layer. local: bool[], True if the layer has an attention window."""
         if self.local is None:
             return self.full
         assert local is not None, "local_rope_base needs mixed windows"
@@ -211,7 +211,7 @@ class Llama(StackedModel):
         return self.embed(tokens_BT)
 
     def layer_inputs(self, keys_B: jax.Array | None, stack: str):
-        """Returns the mask of a stack's layers with a window, or None if all layers are alike."""
+        """Returns a mask, True for layers with an attention window, or None if all layers have the same window."""
         dense = self.cfg.layer_stacks.get(DENSE, 0)
         layers = slice(dense) if stack == DENSE else slice(dense, None)
         return self.cfg.local_layers[layers] if self.cfg.mixed_windows else None
@@ -238,7 +238,7 @@ class Llama(StackedModel):
         return x_BTD * jnp.asarray(cfg.embed_dim**0.5, x_BTD.dtype) if cfg.scaled_embeddings else x_BTD
 
     def unembedding(self, h_BTD):
-        """Returns (h_BTD, output projection [D, V]). The projection is gathered once for all chunks of a loss."""
+        """Returns (h_BTD, output projection [D, V]). The projection is gathered once for all chunks of the loss."""
         dtype, gather = self.cfg.embed_dtype, self.plan.gather
         if self.head is None:
             h_BTD, table_VD = gather_after(gather, h_BTD, self.embedding[...], ("vocab", "embed"), dtype)

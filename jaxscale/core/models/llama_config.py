@@ -90,29 +90,29 @@ class LlamaConfig(ModelConfig):
         if self.num_heads % self.num_kv_heads:
             raise BadInput(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.attention_window is not None and self.attention_window < 1:
-            raise BadInput(f"attention_window={self.attention_window} must be at least 1, or none")
+            raise BadInput(f"attention_window={self.attention_window} must be at least 1; use none to disable it")
         if self.attention_softcap is not None and self.attention_softcap <= 0:
-            raise BadInput(f"attention_softcap={self.attention_softcap} must be above 0, or none")
+            raise BadInput(f"attention_softcap={self.attention_softcap} must be above 0; use none to disable it")
         if self.query_scalar is not None and self.query_scalar <= 0:
-            raise BadInput(f"query_scalar={self.query_scalar} must be above 0, or none")
+            raise BadInput(f"query_scalar={self.query_scalar} must be above 0; use none for head_dim")
         if self.qk_norm_over == "all_heads" and not self.qk_norm:
-            raise BadInput("qk_norm_over='all_heads' needs qk_norm=true")
+            raise BadInput("qk_norm_over='all_heads' needs qk_norm; set qk_norm=true")
         if self.global_every is not None and (self.global_every < 2 or self.attention_window is None):
-            raise BadInput(f"global_every={self.global_every} needs attention_window, and must be at least 2, or none")
+            raise BadInput(f"global_every={self.global_every} must be at least 2, and needs attention_window; set both")
         if not 0 <= self.global_first < self.num_layers or (self.global_first and self.attention_window is None):
             raise BadInput(
-                f"global_first={self.global_first} needs attention_window, and must be at least 0 and below "
-                f"num_layers={self.num_layers}; without a window all layers attend to all keys"
+                f"global_first={self.global_first} must be at least 0 and below num_layers={self.num_layers}; values "
+                "above 0 need attention_window"
             )
         if self.local_rope_base is not None and (self.local_rope_base < 1 or not self.mixed_windows):
             raise BadInput(
-                f"local_rope_base={self.local_rope_base} needs global_every or global_first, and must be at least 1, "
-                "or none"
+                f"local_rope_base={self.local_rope_base} must be at least 1, and needs global_every or global_first; "
+                "remove local_rope_base to use rope_base in all layers"
             )
         if self.experts is not None and self.experts.first_dense >= self.num_layers:
             raise BadInput(f"experts.first_dense={self.experts.first_dense} must be below num_layers={self.num_layers}")
         if self.head_dim % 2:
-            raise BadInput(f"head_dim={self.head_dim} must be even, because RoPE rotates pairs")
+            raise BadInput(f"head_dim={self.head_dim} must be even, because RoPE rotates pairs of dimensions")
         if self.rope_scaling is not None:
             check_scaling(self.rope_scaling, self.rope_dim, self.rope_base)
         if self.latent is not None:
@@ -132,7 +132,7 @@ class LlamaConfig(ModelConfig):
 
     @property
     def init_layers(self) -> int:
-        """Depth for the initialization of output projections; that of the base model with muP, which scales outputs."""
+        """Number of layers for the initial std of output projections. With muP, the number in the base model."""
         return self.num_layers if self.mup is None else self.mup.base_layers or self.num_layers
 
     @property
@@ -154,7 +154,7 @@ class LlamaConfig(ModelConfig):
 
     @property
     def layer_stacks(self) -> dict[str, int]:
-        """Number of layers by parameter name of each stack of blocks, in forward order."""
+        """{name of a stack of blocks: number of layers}, in forward order."""
         dense = 0 if self.experts is None else self.experts.first_dense
         return ({DENSE: dense} if dense else {}) | {BLOCKS: self.num_layers - dense}
 
@@ -207,18 +207,18 @@ class LlamaConfig(ModelConfig):
 
     @property
     def mlp_width(self) -> int:
-        """Width of the MLP, or of the selected experts, that a token passes through in most blocks."""
+        """MLP width per token in the stack `blocks`. With experts, the total width of selected and shared experts."""
         return self.mlp_dim if self.experts is None else self.experts.active_dim
 
     @property
     def block_matrix_params(self) -> int:
-        """Number of parameters used per token in the matrices of a block of the stack `blocks`."""
+        """Number of matrix parameters per token in one block of the stack `blocks`."""
         experts = 0 if self.experts is None else 3 * self.embed_dim * self.experts.chosen * self.experts.mlp_dim
         return super().block_matrix_params + experts
 
     @property
     def matmul_params(self) -> int:
-        """Number of parameters in matmuls per token: matrices and the output projection, not the embedding lookup."""
+        """Number of matmul parameters per token, including the output projection but not the embedding lookup."""
         return super().matmul_params + self.layer_stacks.get(DENSE, 0) * self.extra_dense_params
 
     @property
@@ -229,7 +229,7 @@ class LlamaConfig(ModelConfig):
 
     @property
     def leading_layers(self) -> float:
-        """Work of the layers before the stack `blocks`, in units of one layer of `blocks`."""
+        """Cost of the leading dense layers, in units of one layer of the stack `blocks`."""
         dense = self.layer_stacks.get(DENSE, 0)
         return dense * (1 + self.extra_dense_params / self.block_matrix_params) if dense else 0.0
 
@@ -296,7 +296,7 @@ class LlamaConfig(ModelConfig):
 
     @property
     def mlp_residuals(self) -> tuple[tuple[str, ResidualDtype], ...]:
-        """(description, dtype) of each array per token that the gated MLP saves for its backward pass."""
+        """(description, dtype) of each array that the gated MLP saves for its backward pass."""
         return *super().mlp_residuals, ("up", "compute")
 
 
@@ -308,18 +308,18 @@ def check_latent(cfg: LlamaConfig, latent: LatentConfig) -> None:
     ):  # fmt: skip
         if (value := getattr(cfg, name)) != usual:
             raise BadInput(
-                f"{name}={value} cannot be combined with latent, which has no biases, normalizes latents, and "
-                f"divides scores by sqrt(head_dim); remove {name}"
+                f"{name}={value} cannot be combined with latent attention, which does not support this setting; "
+                f"remove {name}"
             )
     if cfg.num_kv_heads != cfg.num_heads:
         raise BadInput(
-            f"num_kv_heads={cfg.num_kv_heads} must be num_heads={cfg.num_heads} with latent, in which every head has "
-            "separate keys and values"
+            f"num_kv_heads={cfg.num_kv_heads} must equal num_heads={cfg.num_heads} with latent attention, because each "
+            "head has its own keys and values"
         )
     if cfg.head_dim != latent.head_dim:
         raise BadInput(
-            f"head_dim={cfg.head_dim} must be latent.nope_dim + latent.rope_dim = {latent.head_dim}, the size of a "
-            "query and a key"
+            f"head_dim={cfg.head_dim} must equal latent.nope_dim + latent.rope_dim = {latent.head_dim}, the size of "
+            "queries and keys per head"
         )
 
 
@@ -327,7 +327,7 @@ def check_mup_model(cfg: LlamaConfig, mup: MupConfig) -> None:
     """Raises BadInput for settings that muP does not support."""
     for name, usual in (("latent", None), ("scaled_embeddings", False), ("zero_centred_norms", False)):
         if getattr(cfg, name) != usual:
-            raise BadInput(f"{name} cannot be combined with mup, which does not support it; remove one of them")
+            raise BadInput(f"{name} cannot be combined with mup; remove one of them")
     if cfg.query_scalar is not None and mup.base_head_dim is not None:
         raise BadInput(
             f"query_scalar={cfg.query_scalar} cannot be combined with mup.base_head_dim={mup.base_head_dim}, because "
@@ -336,11 +336,11 @@ def check_mup_model(cfg: LlamaConfig, mup: MupConfig) -> None:
 
 
 def check_scaling(scaling: RopeScaling, head_dim: int, base: float) -> None:
-    """Raises BadInput if a RoPE scaling does not support this theta or head_dim."""
+    """Raises BadInput if the RoPE scaling does not support this base or head_dim."""
     if scaling.name == "longrope" and len(scaling.long_factor) != head_dim // 2:
         raise BadInput(
-            f"rope_scaling.long_factor has {len(scaling.long_factor)} numbers, but head_dim={head_dim} needs "
-            f"{head_dim // 2}, one for each pair"
+            f"rope_scaling.long_factor has {len(scaling.long_factor)} numbers, but RoPE rotates {head_dim} dimensions "
+            f"and needs {head_dim // 2} numbers, one for each pair of dimensions"
         )
     if scaling.name == "dynamic" and head_dim < 4:
         raise BadInput(f"head_dim={head_dim} must be at least 4 with rope_scaling.name='dynamic'")

@@ -48,7 +48,7 @@ class Adapted:
 
 
 def merged_weight(w: Any) -> jax.Array:
-    """Returns a weight plus its adapter's correction, if any, for products that `project` cannot compute."""
+    """Returns the weight with its adapter's correction added, if it has an adapter."""
     return w.weight + w.scale * jnp.tensordot(w.a, w.b, axes=1) if isinstance(w, Adapted) else w
 
 
@@ -86,7 +86,7 @@ def adapter_specs(spec: str) -> tuple[str, str]:
 
 
 def is_adapter(name: str) -> bool:
-    """Returns True for the name of an adapter's A or B, with any separator."""
+    """Returns True for the name of an adapter matrix, A or B."""
     return IS_ADAPTER.search(name) is not None
 
 
@@ -110,9 +110,9 @@ M = TypeVar("M", bound=HasBlocks)
 
 
 def add_adapters(model: M, cfg: LoraConfig, key: jax.Array) -> M:
-    """Adds adapters to the matrices of the blocks that a target matches. A is normal with std 1 / sqrt(fan_in), B is 0.
+    """Adds adapters to the matrices in blocks whose names match cfg.targets.
 
-    Raises BadInput for a target that matches no matrix.
+    A is drawn from a normal distribution with std 1 / sqrt(fan_in). B is 0. Raises BadInput for an unmatched target.
     """
     matrices = list(block_matrices(model.blocks))
     targets = adapted_matrices(cfg, {name for name, *_ in matrices})
@@ -125,7 +125,7 @@ def add_adapters(model: M, cfg: LoraConfig, key: jax.Array) -> M:
 
 
 def add_adapter(owner: Any, name: str, leaf: nnx.Param, layer: int | None, cfg: LoraConfig, key: jax.Array) -> None:
-    """Adds an adapter to a matrix. layer: index of the layer, or None if the first axis is that of layers."""
+    """Adds an adapter to a matrix. layer: index of the layer, or None if layers are stacked."""
     stacked, shape = layer is None, leaf.get_value().shape
     num_outer = stacked + (EXPERTS in leaf.axes)  # leading axes of layers and experts
     outer_axes, axes = leaf.axes[:num_outer], leaf.axes[num_outer:]
@@ -140,8 +140,8 @@ def add_adapter(owner: Any, name: str, leaf: nnx.Param, layer: int | None, cfg: 
 
 
 def block_matrices(blocks: nnx.Module) -> Iterator[tuple[str, int | None, nnx.Module, nnx.Param]]:
-    """Yields (name, layer or None if stacked, owning module, parameter) of each matrix, such as 'blocks.attention.wq'.
-    Excludes routers, because top-k depends on the last bits of their output."""
+    """Yields (name such as 'blocks.attention.wq', layer or None if stacked, module, parameter) of each matrix.
+    Excludes routers, because rounding differences can change the selected experts."""
     for path, leaf in nnx.to_flat_state(nnx.state(blocks, nnx.Param)):
         layer = path[0] if isinstance(path[0], int) else None
         inner = path if layer is None else path[1:]
@@ -155,7 +155,7 @@ def block_matrices(blocks: nnx.Module) -> Iterator[tuple[str, int | None, nnx.Mo
 
 
 def num_contracted(axes: tuple[str, ...]) -> int:
-    """Returns the number of leading axes that a product contracts: 1 if axis 0 is residual, else all but the last."""
+    """Returns how many leading axes a projection contracts: 1 if axis 0 is a residual axis, else all but the last."""
     return 1 if axes[0] in RESIDUAL_AXES else len(axes) - 1
 
 

@@ -21,7 +21,7 @@ OPTIMIZERS = (*ENTRYWISE, "sgd")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MupConfig:
-    """Sizes of muP's base model, used to tune learning rates (arXiv:2203.03466). Widths must scale with embed_dim."""
+    """Sizes of muP's base model, for which learning rates are tuned (arXiv:2203.03466)."""
 
     base_dim: int = setting(help="embed_dim of the base; mlp_dim, and num_heads or head_dim, must scale with it")
     base_head_dim: int | None = setting(None, "head_dim of the base; none: that of this model, which has more heads")
@@ -37,7 +37,7 @@ class MupConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MupScales:
-    """Size ratios of the model to the base, 1 without muP, and the multipliers derived from them."""
+    """Ratios of the model's sizes to those of muP's base model, and the multipliers derived from them."""
 
     width: float = 1.0  # embed_dim divided by base_dim
     head: float = 1.0  # head_dim divided by base_head_dim
@@ -45,12 +45,12 @@ class MupScales:
 
     @property
     def output(self) -> float:
-        """Multiplier of logits, which are sums over the width whose terms become correlated in training."""
+        """Multiplier of logits, which would otherwise grow with the width during training."""
         return 1 / self.width
 
     @property
     def scores(self) -> float:
-        """Multiplier of attention scores after 1 / sqrt(head_dim); their product is sqrt(base_head_dim) / head_dim."""
+        """Multiplier of attention scores, in addition to 1 / sqrt(head_dim)."""
         return self.head**-0.5
 
     @property
@@ -60,8 +60,7 @@ class MupScales:
 
     @property
     def router_std(self) -> float:
-        """Multiplier of a router's initial std in addition to 1 / sqrt(embed_dim). Like the output projection, a router
-        maps the width to a constant size."""
+        """Multiplier of a router's initial std, in addition to 1 / sqrt(embed_dim)."""
         return self.width**-0.5
 
     @property
@@ -85,8 +84,8 @@ def mup_scales(model: ModelConfig) -> MupScales:
 def learning_rate_multiplier(model: ModelConfig, optimizer: str, name: str) -> float:
     """Returns muP's learning rate multiplier for a parameter such as 'blocks.attention.wq'.
 
-    With Adam, matrices whose fan-in grows have smaller learning rates (table 8). With SGD, whose updates are
-    proportional to gradients, embeddings, norms, biases and the head have larger learning rates.
+    With Adam, matrices whose fan-in grows with the width have smaller learning rates (arXiv:2203.03466, table 8). With
+    SGD, embeddings, norms, biases and the head have larger learning rates.
     """
     scales, inner = mup_scales(model), STACKED.sub("", name, count=1)
     matrices = model.matrices() | model.expert_matrices()
@@ -100,7 +99,7 @@ def learning_rate_multiplier(model: ModelConfig, optimizer: str, name: str) -> f
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Settings of LoRA, which trains only a correction A B of each target matrix. B is initially 0."""
+    """Settings of LoRA, which trains only a low-rank correction A B of each target matrix. B is initially 0."""
 
     rank: int = setting(0, "rank of A and B; 0: no adapters, all parameters are trained")
     alpha: float = setting(16.0, "the correction is multiplied by alpha / rank")
@@ -112,7 +111,7 @@ class LoraConfig:
 
     def __post_init__(self):
         if self.rank < 0:
-            raise BadInput(f"rank={self.rank} must be at least 1, or 0 for no adapters")
+            raise BadInput(f"rank={self.rank} must be at least 1, or 0 to disable adapters")
         if self.alpha <= 0:
             raise BadInput(f"alpha={self.alpha} must be above 0")
         if self.rank and not self.targets:
@@ -121,7 +120,7 @@ class LoraConfig:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise BadInput(f"targets has {pattern!r}, which is not a regular expression: {error}") from None
+                raise BadInput(f"targets has {pattern!r}, which is not a valid regular expression: {error}") from None
 
     @property
     def on(self) -> bool:
@@ -141,12 +140,12 @@ def adapted_matrices(cfg: LoraConfig, names: Collection[str]) -> set[str]:
     """Returns the matrices that get adapters. Raises BadInput for a target that matches no matrix."""
     for pattern in cfg.targets:
         if not any(re.search(pattern, name) for name in names):
-            raise BadInput(f"lora.targets has {pattern!r}, which matches no matrix; use {', '.join(sorted(names))}")
+            raise BadInput(f"lora.targets: {pattern!r} matches no matrix; use names among {', '.join(sorted(names))}")
     return {name for name in names if any(re.search(pattern, name) for pattern in cfg.targets)}
 
 
 def lora_params(model: ModelConfig, cfg: LoraConfig, *, active: bool = False) -> int:
-    """Returns the number of parameters in a model's adapters. active: count only those used per token."""
+    """Returns the number of parameters in a model's adapters. active: whether to count only those used per token."""
     experts = model.experts
     num_experts = 0 if experts is None else experts.chosen if active else experts.number
     # Routers have no adapters, because top-k depends on the last bits of their output.
@@ -158,5 +157,5 @@ def lora_params(model: ModelConfig, cfg: LoraConfig, *, active: bool = False) ->
 
 
 def lora_flops(model: ModelConfig, cfg: LoraConfig) -> float:
-    """Returns the change of FLOPs per token: 6 per adapter parameter, and -2 per frozen parameter without gradient."""
+    """Returns the change in FLOPs per token due to adapters: +6 per adapter parameter, -2 per frozen parameter."""
     return 6 * lora_params(model, cfg, active=True) - 2 * model.matmul_params

@@ -40,8 +40,8 @@ class Model(Protocol):
     def hidden(self, *inputs: Any, **encoder: Any) -> jax.Array:
         """Returns the last hidden states of local positions, compute_dtype[B, T, D].
 
-        inputs: tokens_BT, positions_BT, segment_ids_BT and, for dropout, keys_B. encoder: keyword argument `encoder`,
-        an EncoderInput, for a model with an encoder.
+        inputs: tokens_BT, positions_BT, segment_ids_BT and, for dropout, keys_B. encoder: keyword argument `encoder` of
+        encoder-decoders, an EncoderInput.
         """
         ...
 
@@ -55,7 +55,7 @@ def make_model(
 ) -> Model:
     """Returns the model for a config, with parameters drawn from `key`.
 
-    lora: adds adapters, which are then the only parameters with gradients.
+    lora: settings of adapters. If the model has adapters, all other parameters are frozen.
     """
     model = model_class(cfg)
     if lora.on:
@@ -72,8 +72,8 @@ def make_model(
 def logits(model: Model, tokens_BT, positions_BT=None, segment_ids_BT=None, **inputs) -> jax.Array:
     """Returns all logits, float32[B, T, V], for tests and small batches.
 
-    segment_ids_BT: segment ids, or a MaskSpec with a prefix; by default each row is one document. inputs: `encoder`,
-    for a model with an encoder.
+    segment_ids_BT: segment ids, or a MaskSpec with a prefix; by default each sequence is one document. inputs: the
+    keyword argument `encoder` of encoder-decoders.
     """
     if positions_BT is None:
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
@@ -94,10 +94,10 @@ def unembed(model: Model, h: jax.Array) -> jax.Array:
 def summed_loss(
     model: Model, batch: Batch, keys_B: jax.Array | None, aux_weights: Mapping[str, float], num_sources: int = 0
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns (objective, named parts of the objective), as float32[] sums over weighted tokens.
+    """Returns (objective, named parts of the objective), as weighted sums over tokens, float32[].
 
-    num_sources: number of mixture sources in batch.sources; if positive, the parts include source_nats and
-    source_tokens, float32[num_sources].
+    num_sources: number of data sources in batch.sources. If positive, the parts include source_nats and source_tokens,
+    float32[num_sources].
     """
     if not isinstance(model, StackedModel):
         return loss_from_hidden(model, hidden_states(model, batch, keys_B), batch, aux_weights, num_sources)
@@ -113,7 +113,7 @@ def summed_loss(
 def loss_from_hidden(
     model: Model, h_BTD: jax.Array, batch: Batch, aux_weights: Mapping[str, float], num_sources: int
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns summed_loss() without losses of experts, from the last hidden states of local positions."""
+    """Returns summed_loss() without auxiliary losses of experts, given the last hidden states of local positions."""
     sums = summed_cross_entropy(
         *logit_factors(model, h_BTD),
         batch.targets,
@@ -129,13 +129,13 @@ def loss_from_hidden(
 
 
 def token_losses(model: Model, batch: Batch) -> jax.Array:
-    """Returns the cross-entropy of each target in nats, float32[B, T]. Values at weight 0 are arbitrary."""
+    """Returns the cross-entropy of each target in nats, float32[B, T]. Values of tokens with weight 0 are undefined."""
     return token_nats(*logit_factors(model, hidden_states(model, batch, None)), batch.targets, loss_settings(model))[0]
 
 
 def target_scores(model: Model, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Returns (cross-entropy of each target in nats, True if no token is more likely), both [B, T]. Where the weight is
-    0, the values are 0 and True, so that they can be reduced."""
+    """Returns (cross-entropy of each target in nats, True if no other token is more likely), both [B, T].
+    For targets with weight 0, the values are 0 and True."""
     factors = logit_factors(model, hidden_states(model, batch, None))
     nats_BT, likeliest_BT = token_nats_and_greedy(*factors, batch.targets, loss_settings(model))
     return jnp.where(batch.weights > 0, nats_BT, 0.0), likeliest_BT | (batch.weights == 0)
@@ -148,15 +148,15 @@ def loss_settings(model: Model, **changes: Any) -> LossSettings:
 
 
 def logit_factors(model: Model, h_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (last hidden states of all positions, output projection or its local shard), whose product in the dtype
-    of the hidden states is the logits. h_BTD: last hidden states of local positions."""
+    """Returns (last hidden states of all positions, output projection or its local shard). Their product is the logits.
+    h_BTD: last hidden states of local positions."""
     with jax.named_scope("loss"):
         h_BTD, w_DV = model.unembedding(h_BTD)
         return model.plan.tensor.all_gather(h_BTD.astype(model.cfg.embed_dtype)), w_DV
 
 
 def hidden_states(model: Model, batch: Batch, keys_B: jax.Array | None) -> jax.Array:
-    """Returns model.hidden() of a batch, with its prefix and encoder input, if any."""
+    """Returns model.hidden() of a batch, including its prefix and encoder input, if any."""
     segments = make_mask_spec(batch.segment_ids, batch.prefix)
     encoder = {} if batch.encoder is None else {"encoder": batch.encoder}
     return model.hidden(batch.tokens, batch.positions, segments, keys_B, **encoder)

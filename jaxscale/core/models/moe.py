@@ -47,12 +47,12 @@ class SharedMlp(Protocol):
     """A dense MLP for all tokens."""
 
     def unreduced(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns the output of local MLP columns for all positions, before the sum over devices."""
+        """Returns the output of the local MLP columns at all positions, before the sum over devices."""
         ...
 
 
 class SparseMlp(nnx.Module):
-    """Gated MLPs, of which each token uses a few, and optionally a shared MLP."""
+    """Mixture of gated MLPs, the experts. Each token uses a few experts, and optionally a shared MLP."""
 
     def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, plan: ParallelPlan, shared: SharedMlp | None):
         experts = cfg.experts
@@ -105,10 +105,10 @@ class SparseMlp(nnx.Module):
     def apply_experts(
         self, x_nD: jax.Array, routes: RouterOutput, fits_nk: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns (weighted sum of each token's experts, rounds_Q of MoEMetrics).
+        """Returns (weighted sum of the expert outputs of each token, rounds_Q of MoEMetrics).
 
-        Multiplies by the weights before the last matmul, so that the backward pass does not need the result of that
-        matmul. fits_nk: True for the pairs to compute; None means all.
+        The weights are applied before the last matmul, so the backward pass does not need the result of that matmul.
+        fits_nk: True for (token, expert) pairs to compute; None means all pairs.
         """
         k, axis, kernels = self.experts.chosen, self.plan.expert, self.plan.expert_kernels
         activation = functools.partial(kernels.weighted_activation, self.activate)
@@ -136,9 +136,9 @@ def router_metrics(
     router_load_E: jax.Array,
     rounds_Q: jax.Array,
 ) -> MoEMetrics:
-    """Returns the metrics of a layer. On the tensor axis, values are replicated and gradients divided by its size.
+    """Returns router metrics of a layer, replicated over the tensor axis. Gradients are divided by the axis size.
 
-    router_load_E: fraction of the rows of the previous step per expert.
+    router_load_E: fraction of (token, expert) pairs per expert in the previous step.
     """
     B, T = segment_ids_BT.shape
     E, k, context = experts.number, experts.chosen, tensor.context
@@ -170,7 +170,7 @@ def router_metrics(
 def run_experts(
     grouped: GroupedProject, activation: Callable, weights, x_RD: jax.Array, weight_R: jax.Array, counts_E: jax.Array
 ) -> jax.Array:
-    """Returns y_RD for rows sorted by expert, or rows of one expert. weights: (gate_EDF, up_EDF, down_EFD)."""
+    """Returns y_RD for rows sorted by expert, or for the rows of one expert. weights: (gate_EDF, up_EDF, down_EFD)."""
     gate_EDF, up_EDF, down_EFD = weights
     gate_RF = checkpoint_name(grouped(x_RD, gate_EDF, counts_E), MLP_GATE)
     up_RF = checkpoint_name(grouped(x_RD, up_EDF, counts_E), MLP_UP)

@@ -29,9 +29,9 @@ class MoEMetrics(NamedTuple):
 
 
 def moe_sums(metrics: MoEMetrics, aux_weights: Mapping[str, float]) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns (weighted auxiliary losses, named sums and counts) from metrics with a leading axis of layers.
+    """Returns (weighted sum of auxiliary losses, named sums and counts) from metrics with a leading layer axis.
 
-    Losses and exchanges are summed over the layers.
+    Losses and counts of all-to-all rounds are summed over the layers.
     """
     losses = {name: jnp.sum(metrics.losses[name]) for name in EXPERT_LOSSES if name in aux_weights}
     added = sum((aux_weights[name] * loss for name, loss in losses.items()), jnp.zeros((), F32))
@@ -49,9 +49,9 @@ def is_balance_param(name: str) -> bool:
 
 
 def update_balance(params: dict, means: dict[str, Any], rate: float) -> dict:
-    """Returns the parameters with ROUTER_LOAD of this step, and with updated router biases if the model has biases.
+    """Returns the parameters with this step's router load, and with updated router biases if the model has them.
 
-    The sign of a bias update depends only on integer counts, so it is independent of the mesh and of microbatches.
+    The sign of a bias update depends only on integer counts, so it does not depend on the mesh or on microbatches.
     """
     counts_LE = means[EXPERT_COUNTS]
     rows_L1 = jnp.sum(counts_LE, axis=1, keepdims=True)
@@ -63,7 +63,7 @@ def update_balance(params: dict, means: dict[str, Any], rate: float) -> dict:
 
 
 def bias_range(params: dict) -> dict[str, jax.Array]:
-    """Returns {ROUTER_BIAS: float32[L, 2]} with the minimum and maximum of each layer, or {} without router biases."""
+    """Returns {ROUTER_BIAS: float32[L, 2]} with the minimum and maximum of each layer, or {} if biases are not used."""
     blocks = params["blocks"]
     if ROUTER_BIAS not in moe_params(blocks):
         return {}

@@ -33,7 +33,7 @@ from jaxscale.system.exits import BadInput
 
 @dataclasses.dataclass(frozen=True)
 class StageFunctions:
-    """Functions of a pipeline stage, on gathered parameters or tensor shards. ends: parameters outside of layers."""
+    """Model functions of a pipeline stage, on weights gathered except over tensor. ends: weights outside of layers."""
 
     graphdef: nnx.GraphDef
     stacks: dict[str, Any]  # {name of a stack: tree with the structure of the parameters}
@@ -61,7 +61,7 @@ class StageFunctions:
         number: jax.Array,
         stack: str = BLOCKS,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Returns (x_BTD after a layer, terms of the named sums). Only layers with experts have terms.
+        """Returns (x_BTD after a layer, contributions to the named sums). Only layers with experts contribute.
 
         params: weights of the layer. number: index of the layer in the stack.
         """
@@ -77,7 +77,7 @@ class StageFunctions:
         return result[0], parts | {"objective": moe_loss}
 
     def loss(self, ends: Any, x_BTD: jax.Array, rows: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Returns (objective, named parts), summed over tokens, from the residual stream after the last layer."""
+        """Returns (objective, named parts), summed over tokens, given the residual stream after the last layer."""
         model = self.model(ends)
         return loss_from_hidden(model, model.last_hidden(x_BTD), rows, self.aux_weights, self.num_sources)
 
@@ -89,13 +89,13 @@ class StageFunctions:
 
 
 def pad_layers(metrics: Any, number: jax.Array, num_layers: int) -> Any:
-    """Returns the metrics of one layer with a leading axis of layers, and zeros for the other layers."""
+    """Returns the metrics of one layer, stacked with zeros for the other layers."""
     return jax.tree.map(lambda x: jnp.zeros((num_layers, *x.shape), x.dtype).at[number].set(x), metrics)
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardedModel:
-    """A model without parameter values: shapes, logical axes and shardings of its parameters, and the plan."""
+    """A model without parameter values: the shapes, logical axes and shardings of parameters, and the plan."""
 
     cfg: ModelConfig
     plan: ParallelPlan
@@ -126,9 +126,9 @@ class ShardedModel:
         gathered: bool = False,
         training: bool = False,
     ) -> Model:
-        """Returns a new model. tensor: tensor axis of a model that is replicated over context devices, or None.
+        """Returns a new model. tensor: overrides the tensor axis, for a model that is replicated over the context axis.
 
-        gathered: whether weights will be gathered already. training: whether expert capacities apply.
+        gathered: whether weights are already gathered. training: whether expert capacities apply.
         """
         plan = self.plan
         if tensor is not None:
@@ -185,7 +185,7 @@ class ShardedModel:
         return StageFunctions(graphdef, stacks, self.cfg.compute_dtype, aux_weights, num_sources)
 
     def differentiable(self, params: Any) -> Any:
-        """Returns the values to differentiate: parameters, or zeros on the device if parameters are offloaded."""
+        """Returns the values to differentiate: the parameters, or zeros on the device if parameters are offloaded."""
         return device_zeros(params) if self.offloaded else params
 
     def merge(
@@ -199,7 +199,7 @@ class ShardedModel:
     ) -> Model:
         """Returns the model with these parameters, inside shard_map.
 
-        variables: result of differentiable(params), to compute gradients. tensor, recorder, training: see init().
+        variables: the result of differentiable(params), if gradients are computed. Other arguments: see init().
         """
         training = training and self.cfg.experts is not None and self.cfg.experts.capacity_factor > 0
         if tensor is not None or recorder is not NO_RECORDER or training:
@@ -220,19 +220,19 @@ class ShardedModel:
 
     @property
     def target_scores(self) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
-        """Function (params, batch) -> (cross-entropy in nats, True if no token is more likely) of a global batch."""
+        """Function (params, batch) -> (nats, True if no other token is more likely) for each target of a batch."""
         rows = self.rows_sharding.spec
         return self.plan.batch_axes.shard_map(self.with_model(target_scores), (self.specs, rows), (rows, rows))
 
     def with_model(self, f: Callable) -> Callable:
-        """Converts f(model, batch) to a function of (params, batch) that gathers all positions of the result."""
+        """Converts f(model, batch) to a function of (params, batch), and all-gathers its result over positions."""
         run = lambda params, batch: self.plan.context.all_gather(f(self.merge(params), self.plan.context.local(batch)))
         return with_matmul_precision(self.cfg.matmul_precision, run)
 
 
 @functools.lru_cache(maxsize=16)
 def abstract_params(cfg: ModelConfig, lora: LoraConfig) -> tuple[Any, Any]:
-    """Returns (shapes, logical axes) of the parameters, which do not depend on mesh and kernels."""
+    """Returns (shapes, logical axes) of the parameters, which do not depend on the mesh or the kernels."""
     make = lambda key: make_model(cfg, key=key, lora=lora)
     return split_model(jax.eval_shape(make, jax.random.key(0)))[1:]
 
@@ -240,7 +240,7 @@ def abstract_params(cfg: ModelConfig, lora: LoraConfig) -> tuple[Any, Any]:
 def shard_model(cfg: ModelConfig, plan: ParallelPlan, lora: LoraConfig = NO_LORA) -> ShardedModel:
     """Returns the model with this plan. Raises BadInput if the mesh does not divide the parameters.
 
-    lora: settings of adapters, which are parameters until they are merged.
+    lora: settings of adapters, which are separate parameters until they are merged.
     """
     model = ShardedModel(cfg, plan, lora)
     check_fits(model, plan.rules.params)
@@ -248,9 +248,9 @@ def shard_model(cfg: ModelConfig, plan: ParallelPlan, lora: LoraConfig = NO_LORA
 
 
 def check_fits(model: ShardedModel, *tables: Any) -> None:
-    """Raises BadInput unless the mesh divides every parameter with each of these sharding rules."""
+    """Raises BadInput unless the mesh divides every parameter under each of these sharding rules."""
     uneven = [line for table in tables for line in check_divides(model.shapes, model.axes, table, model.mesh.shape)]
     if uneven:
         raise BadInput(
-            f"the mesh does not divide the model: {'; '.join(dict.fromkeys(uneven))}; use an axis size that divides"
+            f"the mesh does not divide the model: {'; '.join(dict.fromkeys(uneven))}; use a mesh that divides it"
         )

@@ -39,7 +39,7 @@ from jaxscale.kernels.vocabulary import lookup_sharded
 class T5Attention(nnx.Module):
     """Self- or cross-attention with unscaled scores and an optional bias.
 
-    T5 has a smaller initialization of queries instead of scaled scores (code of arXiv:1910.10683).
+    Instead of scaling scores, T5 initializes query weights with a smaller std (code of arXiv:1910.10683).
     """
 
     def __init__(self, cfg: T5Config, *, rngs: nnx.Rngs, plan: ParallelPlan):
@@ -52,7 +52,7 @@ class T5Attention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__(self, x_BTD, encoded_BSD, segments: jax.Array | MaskSpec, *, causal: bool, bias_NTS: jax.Array | None):
-        """Attends to encoded_BSD, all positions of the encoded sequence, or to x_BTD if encoded_BSD is None."""
+        """Attends to encoded_BSD, the encoder output at all positions, or to x_BTD if encoded_BSD is None."""
         project = self.plan.project
         x_BTD = self.plan.tensor.all_gather(x_BTD)
         encoded_BSD = x_BTD if encoded_BSD is None else encoded_BSD
@@ -119,7 +119,7 @@ class T5Block(Block):
 
 
 class T5(nnx.Module):
-    """T5 encoder-decoder. hidden() excludes the output projection, so that a loss can chunk the logits."""
+    """T5 encoder-decoder. hidden() excludes the output projection, so that a loss can compute the logits in chunks."""
 
     def __init__(self, cfg: T5Config, *, rngs: nnx.Rngs, plan: ParallelPlan):
         D, V, N, R = cfg.embed_dim, cfg.vocab_size, cfg.num_heads, cfg.num_buckets
@@ -139,7 +139,7 @@ class T5(nnx.Module):
     def hidden(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None, encoder=None):
         """Returns the decoder's last hidden states of local positions, compute_dtype[B, T, D].
 
-        positions_BT is unused, because biases are relative. keys_B: dropout keys. encoder: EncoderInput.
+        positions_BT is unused, because position biases are relative. keys_B: dropout keys. encoder: EncoderInput.
         """
         assert encoder is not None, "T5 needs an encoder input"
         keys = (None, None) if keys_B is None or not self.cfg.dropout else split_keys(keys_B, 2)
@@ -183,7 +183,7 @@ class T5(nnx.Module):
         return jnp.take(table_RN.T, buckets, axis=1)
 
     def unembedding(self, h_BTD):
-        """Returns (h_BTD, output projection [D, V]). h_BTD is scaled if the embedding table is shared."""
+        """Returns (h_BTD, output projection [D, V]). h_BTD is scaled if embeddings are tied."""
         dtype, gather = self.cfg.embed_dtype, self.plan.gather
         if self.head is None:
             h_BTD = h_BTD * self.cfg.embed_dim**-0.5
@@ -193,10 +193,10 @@ class T5(nnx.Module):
 
 
 def relative_buckets(length: int, num_buckets: int, max_distance: int, bidirectional: bool) -> np.ndarray:
-    """Returns int32[T, S], the bucket of each query and key (section 2.1 of arXiv:1910.10683, as in its code).
+    """Returns int32[T, S], the relative position bucket of each query and key (arXiv:1910.10683, section 2.1).
 
-    Half of the buckets contain one distance each. The others contain logarithmically growing ranges up to max_distance.
-    If bidirectional, earlier and later keys use half of the buckets each. Otherwise all later keys use bucket 0.
+    Half of the buckets contain one distance each. The others contain ranges that grow logarithmically to max_distance.
+    If bidirectional, earlier keys use one half of the buckets and later keys the other. Else later keys use bucket 0.
     """
     offset_TS = np.arange(length)[None, :] - np.arange(length)[:, None]
     first_TS = np.zeros_like(offset_TS)

@@ -17,7 +17,7 @@ EPS_SQUARES, EPS_PARAM_RMS = 1e-30, 1e-3  # epsilon 1 and 2 of algorithm 4
 def scale_by_factored(dims_tree: Any, scale_by_parameter: bool) -> optax.GradientTransformation:
     """Divides gradients by the root of their second moment and clips the RMS of each tensor's update to 1.
 
-    dims_tree: a tree of Dims like the parameters. scale_by_parameter: multiply updates by the RMS of the parameter.
+    dims_tree: a tree of Dims like the parameters. scale_by_parameter: whether updates are scaled by the parameter RMS.
     """
 
     def init(params):
@@ -66,25 +66,25 @@ def init_moment(param: Any, dims: Dims, field: str) -> Any:
 
 
 def inverse_root(rows: jax.Array, cols: jax.Array, dims: Dims) -> jax.Array:
-    """Returns 1 / sqrt(rows x cols / mean(rows)), the inverse root of the factored second moment."""
+    """Returns 1 / sqrt(rows x cols / mean(rows)), the inverse square root of the factored second moment."""
     rows, cols = jnp.expand_dims(rows, dims.cols), jnp.expand_dims(cols, dims.rows)
     return jax.lax.rsqrt(rows / rows.mean(dims.rows, keepdims=True)) * jax.lax.rsqrt(cols)
 
 
 def rms(x: jax.Array, dims: Dims) -> jax.Array:
-    """Returns the root mean square of each tensor of a stack. Reduced dimensions have size 1."""
+    """Returns the root mean square of each tensor in a stack. Reduced dimensions have size 1."""
     return jnp.sqrt(jnp.square(x).mean(dims.unstacked, keepdims=True))
 
 
 def reduced_dims(dims: Dims, field: str) -> tuple[int, ...]:
-    """Returns the dimensions of the parameter over which a field of FactoredState is a mean."""
+    """Returns the parameter dimensions that are averaged in a field of FactoredState."""
     return {"rows": dims.cols, "cols": dims.rows, "full": ()}[field]
 
 
 def scale_by_trust(dims_tree: Any) -> optax.GradientTransformation:
     """Scales each tensor's Adam update, including weight decay, to the norm of the tensor (LAMB, arXiv:1904.00962).
 
-    Applies optax.scale_by_trust_ratio to the tensor of each layer and expert instead of the whole stack.
+    Applies optax.scale_by_trust_ratio to the tensor of each layer and expert separately.
     dims_tree: a tree of Dims with the structure of the parameters.
     """
     tx = optax.scale_by_trust_ratio()

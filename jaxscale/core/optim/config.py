@@ -33,9 +33,9 @@ class GroupConfig:
         try:
             re.compile(self.pattern)
         except re.error as error:
-            raise BadInput(f"pattern={self.pattern!r} is not a regular expression: {error}") from None
+            raise BadInput(f"pattern={self.pattern!r} is not a valid regular expression: {error}") from None
         if self.lr_multiplier < 0:
-            raise BadInput(f"lr_multiplier={self.lr_multiplier} must not be negative; use frozen=true to freeze")
+            raise BadInput(f"lr_multiplier={self.lr_multiplier} must not be negative; to freeze, use frozen=true")
         if self.weight_decay is not None and self.weight_decay < 0:
             raise BadInput(f"weight_decay={self.weight_decay} must not be negative")
 
@@ -144,9 +144,9 @@ class OptimConfig:
             )
         for name, rules in (("offload_moments", WHOLE_TENSORS), ("offload_params", NEED_PARAMETERS)):
             if getattr(self, name) and self.name in rules:
-                raise BadInput(f"{name}=true: name={self.name!r} needs whole tensors on the device; remove {name}")
+                raise BadInput(f"{name} does not support name={self.name!r}, which needs whole tensors; remove {name}")
         if self.qk_clip is not None and self.qk_clip <= 0:
-            raise BadInput(f"qk_clip={self.qk_clip} must be above 0, or null for none")
+            raise BadInput(f"qk_clip={self.qk_clip} must be above 0; use none to disable it")
         for name in ("weight_decay", "clip_norm", "eps"):
             if getattr(self, name) < 0:
                 raise BadInput(f"{name}={getattr(self, name)} must not be negative")
@@ -160,9 +160,9 @@ class OptimConfig:
                 found.append((when.strip(), float(factor)))
             except ValueError:
                 raise BadInput(
-                    f"factors has {rule!r}, which must be 'WHEN{ARROW}FACTOR' such as '80%=>0.316'"
+                    f"factors has {rule!r}, which must have the form 'WHEN{ARROW}FACTOR', such as '80%=>0.316'"
                 ) from None
             units.parse("factors", when.strip())
             if not 0 <= found[-1][1] < float("inf"):
-                raise BadInput(f"factors has {rule!r}; a factor must be at least 0")
+                raise BadInput(f"factors has {rule!r}, but factors must be finite and at least 0")
         return found

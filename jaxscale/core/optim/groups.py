@@ -86,7 +86,7 @@ def is_exempt(name: str, axes: tuple[str, ...]) -> bool:
 
 
 def is_masked(leaf: Any) -> bool:
-    """Returns True for optax's placeholder for a parameter that a transformation does not apply to."""
+    """Returns True for optax.MaskedNode, which replaces parameters that a transformation does not apply to."""
     return isinstance(leaf, optax.MaskedNode)
 
 
@@ -96,7 +96,7 @@ HEADS = ("heads", "kv_heads")
 
 @dataclasses.dataclass(frozen=True)
 class Dims:
-    """Dimensions of a parameter, as a leaf of a pytree. stack: layers and experts. cols: () if not a matrix."""
+    """Indices of the dimensions of a parameter. stack: layers and experts. cols: () if not a matrix."""
 
     stack: tuple[int, ...]
     rows: tuple[int, ...]
@@ -116,8 +116,8 @@ class Dims:
 def matrix_dims(axes: tuple[str, ...], *, each_head: bool = False) -> Dims:
     """Returns the dimensions of a parameter with these logical axes.
 
-    Heads and head_dim together are rows or columns, so [D, N, H] is a D x NH matrix and [N, H, D] an NH x D matrix.
-    With each_head, heads are a stack axis of D x H and H x D matrices.
+    Heads and head_dim are merged, so [D, N, H] is a D x NH matrix and [N, H, D] is an NH x D matrix. With each_head,
+    heads are a stack dimension instead.
     """
     stack_axes = STACK_AXES + (HEADS if each_head else ())
     stack = tuple(d for d, axis in enumerate(axes) if axis in stack_axes)
@@ -133,6 +133,6 @@ def tree_dims(axes_tree: Any, *, each_head: bool = False) -> Any:
 
 
 def is_hidden_matrix(name: str, axes: tuple[str, ...]) -> bool:
-    """Returns True for matrices of the blocks except routers. Embeddings and the head are not hidden matrices."""
+    """Returns True for matrices in blocks, except routers. Embeddings and the head are outside of blocks."""
     in_block = name.partition(".")[0].endswith("blocks")
     return in_block and ROUTER not in axes and not is_exempt(name, axes) and matrix_dims(axes).is_matrix

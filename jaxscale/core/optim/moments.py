@@ -27,7 +27,7 @@ FACTORED_FIELDS = ("rows", "cols", "full")
 
 
 class FactoredState(NamedTuple):
-    """Second moments, as trees like the parameters, with a MaskedNode where a field does not apply to a parameter."""
+    """Second moments. Fields are trees like the parameters, with MaskedNodes where they do not apply."""
 
     count: jax.Array  # int32[]
     rows: Any  # means over the columns of matrices
@@ -36,11 +36,11 @@ class FactoredState(NamedTuple):
 
 
 class QuantizedMoment(NamedTuple):
-    """A moment in 8 bits with a scale per block.
+    """An 8-bit moment with one scale per block.
 
     A code represents (code / max code) ** 4 times the largest value of the block, or ** 8 for second moments. Adjacent
-    values differ by about 3% near the largest value, and by 31% at 1e-4 of that value (for second moments, of
-    its root). With evenly spaced codes most values would be rounded to 0.
+    values differ by about 3% near the largest value, and by 31% at 1e-4 of the largest value (1e-8 for second moments).
+    Evenly spaced codes would round most values to 0.
     """
 
     codes: jax.Array  # int8, or uint8 for non-negative moments; has the shape and axes of the parameter
@@ -48,7 +48,7 @@ class QuantizedMoment(NamedTuple):
 
 
 def cast_moments(tx: optax.GradientTransformation, dtype: str, axes_tree: Any) -> optax.GradientTransformationExtraArgs:
-    """Returns `tx` with moments stored in bfloat16 or int8 (QuantizedMoment). Its update takes step, an int32[].
+    """Returns `tx` with moments stored in bfloat16 or int8 (QuantizedMoment). update() requires step, an int32[].
 
     axes_tree: a tree of logical axes with the structure of the parameters.
     """
@@ -100,7 +100,7 @@ def block_dim(axes: tuple[str, ...]) -> int:
 
 
 def block_length(length: int) -> int:
-    """Returns the block length along an axis: a power of 2 that divides MAX_SHARDS shards, else the axis length."""
+    """Returns the block length: a power of 2 for which each of MAX_SHARDS shards has whole blocks, else `length`."""
     block = math.gcd(length // MAX_SHARDS, MAX_BLOCK) if length % MAX_SHARDS == 0 else 1
     return block if block >= MAX_SHARDS else length
 
@@ -108,7 +108,7 @@ def block_length(length: int) -> int:
 def scale_axes(axes: tuple[str, ...], codes: Any, scales: Any, axis_size: Any, unsharded: str) -> tuple[str, ...]:
     """Returns the logical axes of a moment's scales.
 
-    axis_size: returns the number of shards of an axis. unsharded: axis to use if shards do not divide the blocks.
+    axis_size: returns the number of shards of an axis. unsharded: replaces an axis whose shards split a block.
     """
     d = block_dim(axes)
     if scales.ndim < codes.ndim:
@@ -184,10 +184,10 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 def offload_moments(tx: optax.GradientTransformation, is_stacked: Any) -> optax.GradientTransformationExtraArgs:
-    """Returns `tx` with moments in host memory. Its update takes ok, a bool[]; if False, moments do not change.
+    """Returns `tx` with moments in host memory. If update() is called with ok=False, moments do not change.
 
     tx: an elementwise transformation, such as Adam, whose state is a tuple of scalars and of trees like the parameters.
-    is_stacked: a tree like the parameters, True where the first axis is that of layers.
+    is_stacked: a tree like the parameters, True for parameters with a leading layer axis.
     """
 
     def update(updates, state: Any, params=None, *, ok: Any = None, **extra):
@@ -232,10 +232,10 @@ def offload_moments(tx: optax.GradientTransformation, is_stacked: Any) -> optax.
 def offload_params(
     make_tx: Callable[[Any], optax.GradientTransformation], groups: Any, is_stacked: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns a transformation of parameters in host memory, whose updates are the new parameters in host memory.
+    """Returns a transformation of parameters in host memory, whose updates are the new parameters.
 
-    If ok is False, updates are the old parameters. make_tx: returns an elementwise transformation without moments for a
-    parameter group. groups: a tree of ParamGroup like the parameters. is_stacked: see offload_moments().
+    If ok is False, the updates are the old parameters. make_tx: function from a ParamGroup to an elementwise
+    transformation without moments. groups: a tree of ParamGroup like the parameters. is_stacked: see offload_moments().
     """
 
     def update(updates, state: Any, params=None, *, ok: Any = None, **extra):
@@ -261,6 +261,6 @@ def offload_params(
 
 
 def flags_like(updates: Any, flags: Any) -> list[bool]:
-    """Returns the flags of the parameters that have updates, which are those that optax does not mask."""
+    """Returns the flags of the parameters whose updates are not masked by optax."""
     leaves = jax.tree.leaves(updates, is_leaf=is_masked)
     return [flag for flag, leaf in zip(jax.tree.leaves(flags), leaves, strict=True) if not is_masked(leaf)]

@@ -26,7 +26,7 @@ MatrixFn = Callable[[jax.Array], jax.Array]  # [b, m, n] -> [b, m, n], applied t
 
 @dataclasses.dataclass(frozen=True)
 class StackSharding:
-    """Sharding of a stack of matrices: the mesh axes of each dimension, and mesh axes along which it is replicated."""
+    """Sharding of a stack of matrices: mesh axes of each dimension, and mesh axes along which it is replicated."""
 
     dims: Dims
     mesh_axes: tuple[tuple[str, ...], ...]
@@ -34,7 +34,7 @@ class StackSharding:
 
     @property
     def sharded_dims(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
-        """(Dimension in the result of flatten(), mesh axes) of each sharded dimension of a matrix."""
+        """Sharded dimensions of a matrix, each as (its index in the result of flatten(), its mesh axes)."""
         return tuple((1 + i, self.mesh_axes[d]) for i, d in enumerate(self.dims.unstacked) if self.mesh_axes[d])
 
     def flatten(self, x: jax.Array) -> jax.Array:
@@ -50,7 +50,7 @@ class StackSharding:
 
 
 def stack_sharding(dims: Dims, spec: PartitionSpec, mesh: Mesh, slow: Sequence[str] = ()) -> StackSharding:
-    """Returns the StackSharding of a PartitionSpec. slow: mesh axes whose replicas compute redundantly."""
+    """Returns the StackSharding of a PartitionSpec. slow: mesh axes along which replicas repeat the work."""
     names = lambda entry: () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
     entries = tuple(spec) + (None,) * (len(dims.stack + dims.unstacked) - len(spec))
     mesh_axes = tuple(tuple(name for name in names(entry) if mesh.shape[name] > 1) for entry in entries)
@@ -62,7 +62,7 @@ def stack_sharding(dims: Dims, spec: PartitionSpec, mesh: Mesh, slow: Sequence[s
 def map_whole_matrices(
     f: MatrixFn, arrays: Sequence[jax.Array], shardings: Sequence[StackSharding], mesh: Mesh
 ) -> list[jax.Array]:
-    """Applies f to every matrix of these stacks, each whole on one device. Shardings are unchanged."""
+    """Applies f to every matrix of these stacks. Each matrix is gathered on one device and then resharded."""
     run = lambda arrays: map_local_stacks(f, arrays, shardings, dict(mesh.shape))
     if mesh.size == 1:
         return run(list(arrays))
@@ -91,7 +91,7 @@ def map_local_stacks(
 
 
 def num_workers(sharding: StackSharding, mesh_shape: dict[str, int]) -> int:
-    """Returns the number of devices among which the matrices of a stack are divided."""
+    """Returns the number of devices that share the matrices of a stack."""
     num_shards = math.prod(mesh_shape[name] for _, names in sharding.sharded_dims for name in names)
     return num_shards * num_replicas(sharding, mesh_shape)
 
@@ -102,7 +102,7 @@ def num_replicas(sharding: StackSharding, mesh_shape: dict[str, int]) -> int:
 
 
 def map_exchanged(f: MatrixFn, x: jax.Array, sharding: StackSharding, mesh_shape: dict[str, int]) -> jax.Array:
-    """Applies f to whole matrices. x: their local shard, [b, rows..., cols...]. Returns the shard of the results."""
+    """Applies f to whole matrices by an all-to-all. Takes and returns local shards, [b, rows..., cols...]."""
     number = x.shape[0]
     x = jnp.pad(x, [(0, -number % num_workers(sharding, mesh_shape)), *[(0, 0)] * (x.ndim - 1)])
     if sharding.replica_axes:
@@ -142,7 +142,7 @@ def orthogonalize(
     """Replaces each m x n update by about 0.2 sqrt(max(m, n)) times the nearest orthogonal matrix.
 
     shardings: shardings of all parameters, in tree order. dtype: dtype of the all-to-all and the iteration. steps:
-    number of iterations with optimal coefficients; None means the published coefficients.
+    number of iterations with optimal coefficients; None means 5 iterations with the published coefficients.
     """
     fn = functools.partial(scaled_polar, steps=steps)
 
@@ -159,13 +159,13 @@ def orthogonalize(
 
 
 def scaled_polar(x_bmn: jax.Array, steps: int | None = None) -> jax.Array:
-    """Returns the orthogonalized matrices times RMS sqrt(max(m, n)). At full rank their root mean square is RMS."""
+    """Returns the orthogonalized matrices, scaled such that a matrix of full rank has a root mean square of RMS."""
     iterate = newton_schulz if steps is None else functools.partial(polar_express, coefficients=OPTIMAL[steps])
     return RMS * math.sqrt(max(x_bmn.shape[1:])) * polar(x_bmn, iterate)
 
 
 def polar(x_bmn: jax.Array, iterate: Iterate) -> jax.Array:
-    """Returns U f(S) V' for each matrix U S V'. iterate: computes U f(S) V' of one matrix with columns >= rows."""
+    """Returns U f(S) V' for each matrix U S V'. iterate: computes U f(S) V' for one matrix with columns >= rows."""
     number, rows, columns = x_bmn.shape
     if rows > columns:
         return polar(x_bmn.swapaxes(1, 2), iterate).swapaxes(1, 2)
@@ -176,7 +176,7 @@ def polar(x_bmn: jax.Array, iterate: Iterate) -> jax.Array:
 
 
 def newton_schulz(x_mn: jax.Array, coefficients: Coefficients = PUBLISHED) -> jax.Array:
-    """Orthogonalizes one matrix by the published iteration. f(s) is 0.68 to 1.14 for all but the smallest s."""
+    """Orthogonalizes a matrix by Newton-Schulz iteration. Singular values, except tiny ones, become 0.68 to 1.14."""
     float32_mn = x_mn.astype(jnp.float32)
     x_mn = (float32_mn / (jnp.linalg.norm(float32_mn) + EPS)).astype(x_mn.dtype)
     for a, b, c in coefficients:
@@ -186,10 +186,10 @@ def newton_schulz(x_mn: jax.Array, coefficients: Coefficients = PUBLISHED) -> ja
 
 
 def polar_express(x_mn: jax.Array, coefficients: Coefficients) -> jax.Array:
-    """Orthogonalizes one matrix in fewer steps, with coefficients per step and the largest singular value scaled to 1.
+    """Orthogonalizes a matrix in fewer steps, with separate coefficients for each step (arXiv:2505.16932).
 
-    sqrt(|X X'|) is a closer bound of the largest singular value than |X| (Frobenius norms), without an extra matmul. In
-    float32, steps of a matrix with many columns use only X X'. They are polynomials of X X', so they commute.
+    X is first divided by sqrt(|X X'|), a closer bound on the largest singular value than |X| (Frobenius norms). In
+    float32, if X has many more columns than rows, the steps use only X X', and their product is applied to X once.
     """
     dtype = x_mn.dtype
     gram_mm = einsum_f32("mn,kn->mk", x_mn, x_mn, dtype=jnp.float32)
@@ -212,5 +212,5 @@ def polar_express(x_mn: jax.Array, coefficients: Coefficients) -> jax.Array:
 
 
 def einsum_f32(spec: str, *operands: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
-    """Returns an einsum in the dtype of the operands, accumulated in float32, which XLA:CPU needs for fast matmuls."""
+    """Returns an einsum in the dtype of the operands. Accumulates in float32, which XLA:CPU needs for fast matmuls."""
     return jnp.einsum(spec, *operands, preferred_element_type=jnp.float32).astype(dtype or operands[0].dtype)

@@ -39,15 +39,15 @@ def optim_schedule(
 ) -> Schedule:
     """Returns a function from the step to the learning rate, float32[]: linear warmup, then cfg.decay.
 
-    Steps are counted from 0. The learning rate of step 0 is peak / warmup_steps, and after total_steps it is constant.
+    Steps are counted from 0. The learning rate of step 0 is peak / warmup_steps.
 
     cosine, linear: decays from the end of the warmup to the last step. wsd: stays at the peak, then decays over the
-    last `decay_fraction` of all steps, or from step `decay_start`, linearly or as 1 - sqrt (arXiv:2404.06395,
-    arXiv:2405.18392). inverse_sqrt: peak x sqrt(warmup / (step + 1)) (arXiv:1706.03762). piecewise: the peak times the
-    last reached factor of `factors`, ordered pairs (step, factor) (arXiv:2401.02954). constant: stays at the peak; with
-    decay_start, decays from that step like wsd.
+    last `decay_fraction` of all steps, or from step `decay_start`. The decay is linear or 1 - sqrt (arXiv:2404.06395,
+    arXiv:2405.18392). inverse_sqrt: peak x sqrt(warmup / (step + 1)) (arXiv:1706.03762). piecewise: each pair (step,
+    factor) in `factors` sets the rate to peak x factor from that step (arXiv:2401.02954). constant: stays at the peak;
+    with decay_start, decays from that step like wsd.
 
-    Decays to min_lr reach it exactly at step total_steps - 1, unless the whole run is warmup.
+    Schedules that decay to min_lr reach it at step total_steps - 1, unless the whole run is warmup.
     """
     decay, peak_lr = cfg.decay, cfg.peak_lr
     if decay_start is not None:
@@ -89,8 +89,8 @@ def optim_schedule(
 class ParamLayout:
     """Sharding of parameters and moments, for update rules that need whole tensors.
 
-    axes, specs: trees like the parameters, with logical axes and with PartitionSpecs of moments. slow: mesh axes along
-    which work is replicated because the network is slow.
+    axes: logical axes of each parameter. specs: PartitionSpec of each moment. slow: mesh axes with a slow network,
+    along which work is replicated.
     """
 
     axes: Any
@@ -105,8 +105,8 @@ def make_optimizer(
     """Returns an optimizer with update(grads, state, params, step=..., ok=..., lr_factor=1.0) -> (updates, state).
 
     groups: a tree of ParamGroup like the parameters. is_stacked: see offload_moments(). layout: required by update
-    rules that need whole tensors. ok is used only with offloading; if False, offloaded moments and parameters do not
-    change. Updates of offloaded parameters are the new parameters (see offload_params()), of frozen parameters zeros.
+    rules that need whole tensors. ok: if False, offloaded moments and parameters do not change; unused without
+    offloading. The updates of offloaded parameters are their new values, and those of frozen parameters are zeros.
     """
     cast = lambda tx: tx if cfg.moment_dtype == "float32" else cast_moments(tx, cfg.moment_dtype, required(layout).axes)
     adam = lambda: cast(optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps))
@@ -150,7 +150,7 @@ def required(layout: ParamLayout | None) -> ParamLayout:
 def muon(
     cfg: OptimConfig, layout: ParamLayout, momentum: optax.GradientTransformation, adam: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns orthogonalized momentum for the matrices of the blocks, and Adam updates for all other parameters."""
+    """Returns Muon: orthogonalized momentum for the matrices in blocks, and Adam for all other parameters."""
     from jaxscale.core.optim.muon import orthogonalize, stack_sharding
 
     label = lambda path, axes: "muon" if is_hidden_matrix(dotted(path), axes) else "adamw"
@@ -170,7 +170,7 @@ def adafactor(cfg: OptimConfig, layout: ParamLayout) -> optax.GradientTransforma
 
 
 def add_decay(groups: Any) -> optax.GradientTransformation:
-    """Adds decoupled weight decay, after the moments: the parameter times the decay of its group (arXiv:1711.05101)."""
+    """Adds decoupled weight decay: the parameter times the weight decay of its group (arXiv:1711.05101)."""
 
     def update(updates, state, params=None):
         return map_with_groups(lambda u, p, group: u + group.weight_decay * p, groups, updates, params), state
@@ -200,7 +200,7 @@ def map_with_groups(f: Callable, groups: Any, *trees: Any) -> Any:
 
 
 def trainable(tree: Any, groups: Any) -> Any:
-    """Returns the tree with leaves of frozen parameters, which have no gradients, replaced by MaskedNodes."""
+    """Returns the tree with the leaves of frozen parameters replaced by optax.MaskedNode."""
     return jax.tree.map(lambda group, leaf: optax.MaskedNode() if group.frozen else leaf, groups, tree)
 
 

@@ -41,18 +41,18 @@ PACKED_CAPABILITY = 9.0  # Hopper, the oldest GPU with the packed layout
 def resolve_attention(
     name: AttentionName, platform: str, needs: AttentionNeeds, device: Device | None = None
 ) -> tuple[Attend, Choice]:
-    """Returns (attend, choice of the kernel). Choice.reason is why "auto" fell back to xla, or "".
+    """Returns (attend, choice of the kernel). Choice.reason is the reason why "auto" selected xla as a fallback, or "".
 
-    device: a device of the mesh, or None if unknown. Raises BadInput for a kernel that model or device rule out.
+    device: a device of the mesh, or None if unknown. Raises BadInput if the kernel does not support model or device.
     """
     resolved = PLATFORM_DEFAULT.get(platform, "xla") if name == "auto" else name
     if resolved not in get_args(AttentionName):
-        raise BadInput(f"unknown attention={name!r}; use {or_list(get_args(AttentionName))}")
+        raise BadInput(f"model.attention={name!r} is unknown; use {or_list(get_args(AttentionName))}")
     if resolved in HARDWARE and PLATFORM_DEFAULT.get(platform) != resolved:
-        raise BadInput(f"attention={name!r} needs {HARDWARE[resolved]}, not {platform}; use 'auto' or 'xla'")
+        raise BadInput(f"model.attention={name!r} needs {HARDWARE[resolved]}, not {platform}; use 'auto' or 'xla'")
     if reason := unsupported_reason(resolved, needs, device):
         if name != "auto":
-            raise BadInput(f"attention={name!r}: {reason}; use 'auto' or 'xla'")
+            raise BadInput(f"model.attention={name!r} is not supported: {reason}; use 'auto' or 'xla'")
         resolved = "xla"
     packed = resolved == "cudnn" and supports_packed_documents(device)
     make = pkgutil.resolve_name(MAKE_ATTEND["cudnn, packed" if packed else resolved])
@@ -70,7 +70,7 @@ def resolve_attention(
 
 
 def unsupported_reason(name: str, needs: AttentionNeeds, device: Device | None) -> str:
-    """Returns why this kernel does not support the model on this device, or ""."""
+    """Returns the reason why this kernel does not support the model on this device, or ""."""
     if name != "xla":
         for needed, feature in (
             (needs.prefix, "a bidirectional prefix"),
@@ -96,12 +96,12 @@ def unsupported_reason(name: str, needs: AttentionNeeds, device: Device | None) 
 
 
 def capability_of(device: Device | None) -> float:
-    """Returns the compute capability of an NVIDIA GPU, or the minimum for cuDNN's attention if unknown."""
+    """Returns the compute capability of an NVIDIA GPU, or the minimum that cuDNN attention needs if unknown."""
     return compute_capability(device) or CUDNN_CAPABILITY
 
 
 def supports_packed_documents(device: Device | None) -> bool:
-    """Returns True if cuDNN supports packed documents on this GPU. Other GPUs use a mask."""
+    """Returns True if cuDNN supports packed documents on this GPU. On other GPUs, attention uses a mask."""
     return capability_of(device) >= PACKED_CAPABILITY
 
 

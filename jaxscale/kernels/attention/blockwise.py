@@ -32,7 +32,7 @@ MAX_BLOCKS = 8  # blocks are unrolled, so longer sequences have longer blocks
 
 
 def make_attend(*, softcap: float | None = None, window: int | None = None, block_size: int | None = None):
-    """Returns attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH with the values of xla.make_attend.
+    """Returns attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH, equivalent to xla.make_attend().
 
     The batch must not be sharded, because the loop over the batch would all-gather it.
     """
@@ -76,7 +76,7 @@ class BlockSettings:
         return 0 if self.window is None else max(0, begin - self.window + 1), end
 
     def query_range(self, begin: int, end: int, length: int) -> tuple[int, int]:
-        """Returns (begin, end) of the queries that attend to keys begin to end, in whole blocks."""
+        """Returns the range (begin, end) of queries that attend to keys in [begin, end), extended to whole blocks."""
         if self.window is None:
             return begin, length
         return begin, min(length, begin + self.block_size * -(-(end - begin + self.window - 1) // self.block_size))
@@ -163,12 +163,12 @@ def backward_block(cfg: BlockSettings, arrays: BackwardArrays, queries: slice, k
 
 
 def einsum_f32(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    """Returns an einsum in float32. For a bfloat16 result, XLA:CPU would first convert both operands to float32."""
+    """Returns a float32 einsum. For a bfloat16 result, XLA:CPU would first convert both operands to float32."""
     return jnp.einsum(spec, left, right, preferred_element_type=F32)
 
 
 def scale_and_cap(qk: jax.Array, head_dim: int, softcap: float | None) -> tuple[jax.Array, jax.Array | float]:
-    """Returns (score, d score / d qk), where score is qk scaled and, with a softcap, capped."""
+    """Returns (score, d score / d qk). The score is qk scaled, and capped if there is a softcap."""
     scale = head_dim**-0.5
     if softcap is None:
         return qk * scale, scale
@@ -179,8 +179,8 @@ def scale_and_cap(qk: jax.Array, head_dim: int, softcap: float | None) -> tuple[
 def query_block_masks(cfg: BlockSettings, segment_ids_BT: jax.Array) -> list[jax.Array]:
     """Returns the mask of each block of queries, bool [B, queries, keys].
 
-    Masks are computed before the loop over rows, inside which XLA:CPU does not vectorise comparisons. Attention over
-    512 positions would take 1.4 times as long in float32, 1.8 times in bfloat16 (2 cores, jax 0.10.2, 2026-11-25).
+    Masks are computed before the loop over sequences, in which XLA:CPU would not vectorize comparisons. Attention over
+    512 positions would take 1.4 to 1.8 times as long (2 cores, jax 0.10.2, 2026-11-25).
     """
     spans = block_ranges(segment_ids_BT.shape[1], cfg.block_size)
     return [block_mask(cfg, segment_ids_BT, span, cfg.key_range(*span)) for span in spans]
@@ -206,12 +206,12 @@ def block_ranges(length: int, block_size: int) -> list[tuple[int, int]]:
 
 
 def default_block(length: int) -> int:
-    """Returns the positions per block: a multiple of MIN_BLOCK for which there are at most MAX_BLOCKS blocks."""
+    """Returns the block length: the smallest multiple of MIN_BLOCK that gives at most MAX_BLOCKS blocks."""
     return MIN_BLOCK * max(1, -(-length // (MIN_BLOCK * MAX_BLOCKS)))
 
 
 def map_batch_chunks(function, block_size: int, *arrays: Any):
-    """Maps function(*arrays) over equal chunks of the batch: one row, or at most SCORE_BYTES of scores per block."""
+    """Maps function(*arrays) over equal chunks of the batch, so that scores of a block fit in SCORE_BYTES."""
     B, K, T, G, _ = arrays[0].shape
     size = max(size for size in units.divisors(B) if size == 1 or size * K * G * block_size * T * 4 <= SCORE_BYTES)
     if size == B:

@@ -78,7 +78,7 @@ def make_xla_positioned(*, softcap: float | None, window: int | None) -> Positio
 
 
 def chunk_block_size(chunk: int) -> int:
-    """Returns the positions per block: the largest divisor of the chunk from MIN_BLOCK to BLOCK, or the chunk."""
+    """Returns the block length: the largest divisor of `chunk` between MIN_BLOCK and BLOCK, or `chunk` if none."""
     largest = max(size for size in range(1, min(chunk, BLOCK) + 1) if chunk % size == 0)
     return largest if largest >= MIN_BLOCK else chunk
 
@@ -142,7 +142,7 @@ def with_neighbour_chunks(attend: PositionedAttend, fallback: Callable, window: 
 
 
 def previous_tails(fields: tuple[jax.Array, ...], length: int, context: ContextAxis) -> tuple[jax.Array, ...]:
-    """Returns the last `length` positions of the chunk before each chunk, or zeros. fields: arrays [chunks, ...]."""
+    """Returns the last `length` positions of the previous chunk of each chunk, or zeros. fields: [chunks, ...]."""
     size, chunks = context.size, context.chunks
     tails = jax.tree.map(lambda x: x[:, x.shape[1] - length :].reshape(-1, chunks, length, *x.shape[2:]), fields)
     to_next = [(device, device + 1) for device in range(size - 1)]
@@ -167,7 +167,7 @@ def ulysses(attend: Callable[..., jax.Array], context: ContextAxis):
 
 
 def describe(exchange: Choice) -> str:
-    """Returns a description of the exchange with its reason, or "" without context parallelism."""
+    """Returns a description of the exchange and its reason, or "" without context parallelism."""
     return f"{DESCRIPTIONS[exchange.name]}: {exchange.reason}" if exchange.name else ""
 
 
@@ -185,13 +185,13 @@ class ContextLoad(NamedTuple):
 def resolve_context_exchange(name: str, attention: str, needs: AttentionNeeds, load: ContextLoad) -> Choice:
     """Returns the requested exchange, a suitable exchange for "auto", or an empty Choice for a single device.
 
-    attention: name of the kernel. Raises BadInput for an exchange that the model, kernel or mesh does not support.
+    attention: name of the kernel. Raises BadInput if the model, kernel or mesh does not support the exchange.
     """
     if load.devices == 1:
         return Choice(name)
     context = f"mesh.context={load.devices}"
     if needs.bias:
-        raise BadInput(f"{context}: the attention bias of this model needs whole sequences; use mesh.context=1")
+        raise BadInput(f"{context} does not support the attention bias of this model; use mesh.context=1")
     reasons = {form: unsupported_reason(form, attention, needs, load) for form in DESCRIPTIONS}
     unsupported = {form: reason for form, reason in reasons.items() if reason}
     if name != "auto":
@@ -199,17 +199,22 @@ def resolve_context_exchange(name: str, attention: str, needs: AttentionNeeds, l
             fixes = [f"context.attention={form!r}" for form in DESCRIPTIONS if form not in unsupported] + [
                 "mesh.context=1"
             ]
-            raise BadInput(f"context.attention={name!r}: {unsupported[name]}; use {' or '.join(fixes)}")
+            raise BadInput(
+                f"context.attention={name!r} is not supported: {unsupported[name]}; use {' or '.join(fixes)}"
+            )
         return Choice(name, name, "set by context.attention")
     if "gather" not in unsupported:
         return gather_if_it_fits(needs, load, unsupported)
     if "ulysses" not in unsupported:
         return Choice(name, "ulysses", unsupported["gather"])
-    raise BadInput(f"{context}: {unsupported['gather']}, and {unsupported['ulysses']}; use model.attention='blockwise'")
+    raise BadInput(
+        f"{context} is not supported: {unsupported['gather']}, and {unsupported['ulysses']}; use "
+        "model.attention='blockwise'"
+    )
 
 
 def unsupported_reason(form: str, attention: str, needs: AttentionNeeds, load: ContextLoad) -> str:
-    """Returns why an exchange is not supported, or ""."""
+    """Returns the reason why an exchange is not supported, or ""."""
     if form == "ulysses":
         if load.kv_heads % load.devices:
             return f"{load.kv_heads} key-value heads per device cannot be split over {load.devices}"
@@ -224,11 +229,11 @@ def unsupported_reason(form: str, attention: str, needs: AttentionNeeds, load: C
 
 
 def gather_if_it_fits(needs: AttentionNeeds, load: ContextLoad, unsupported: dict[str, str]) -> Choice:
-    """Returns gather unless its memory exceeds MAX_GATHERED, else ulysses, else ring.
+    """Returns gather if its memory is at most MAX_GATHERED, else ulysses or ring if supported.
 
-    A ring merges partial results in HBM. On v5p at the published memory bandwidth, this adds up to 0.50 s to a step of
-    8.9 s with gather (Llama 3 8B, sequences of 131,072, context 8) and 4.3 s to 56 s (1,048,576, context 64). Gather
-    waits 0.10 s and 0.7 s for links, ulysses 0.23 s in the former case (compiled, libtpu 0.0.51, 2026-11-24).
+    A ring is slower, because it merges partial results in HBM. For Llama 3 8B on v5p, this adds up to 0.50 s to a step
+    of 8.9 s (context=8, sequences of 131,072), or up to 4.3 s to a step of 56 s (context=64, sequences of 1,048,576).
+    Times are estimated from compiled programs and the published memory bandwidth (libtpu 0.0.51, 2026-11-24).
     """
     if load.rows is None or load.row_length is None:
         return Choice("auto", "gather", "the default except for very long sequences")
@@ -260,7 +265,7 @@ def make_context_attention(
 ):
     """Returns attend(q_BtNH, k_BtKH, v_BtKH, segments, **kwargs) -> out_BtNH for local positions.
 
-    exchange, attention: names of the exchange and of the kernel. whole_row_attend: kernel that ulysses uses.
+    exchange, attention: names of the exchange and the kernel. whole_row_attend: kernel for ulysses.
     """
     if exchange == "ulysses":
         return ulysses(whole_row_attend, context)

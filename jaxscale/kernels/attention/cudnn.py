@@ -35,9 +35,9 @@ MAX_ELEMENTS = 2**31  # offsets in q are int32
 
 
 def make_masked_attend(*, window: int | None = None):
-    """Returns attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH with the values of xla.make_attend.
+    """Returns attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH, equivalent to xla.make_attend().
 
-    The residuals have no checkpoint_name. core/models/layers.py recognizes the primitive for remat policies.
+    The residuals have no checkpoint_name. Remat policies recognize the primitive instead (core/models/layers.py).
     """
 
     def attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
@@ -69,7 +69,7 @@ class DocumentSpans(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """Forward and backward pass of a flash attention over spans. Outputs outside of the spans are undefined."""
+    """Forward and backward pass of flash attention over document spans. Outputs outside of spans are undefined."""
 
     # (q_BTNH, k_BTKH, v_BTKH, spans) -> (out_BTNH, softmax stats)
     forward: Callable[..., tuple[jax.Array, jax.Array]]
@@ -78,9 +78,10 @@ class Kernel(NamedTuple):
 
 
 def make_packed_attend(*, window: int | None = None, kernel: Kernel | None = None, documents: int = DOCUMENTS_PER_ROW):
-    """Returns attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> out_BTNH with the values of xla.make_attend.
+    """Returns attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> out_BTNH, equivalent to xla.make_attend().
 
-    The positions of a segment must be consecutive. kernel: None means cuDNN's. documents: documents per row and round.
+    The positions of a segment must be consecutive. kernel: None means cuDNN. documents: average number of
+    documents per sequence that one round of kernel calls processes.
     """
     kernel = kernel or cudnn_kernel(window)
 
@@ -144,7 +145,7 @@ def further_rounds(
     numbers_BT: jax.Array,
     documents: int,
 ) -> tuple[jax.Array, ...]:
-    """Runs the rounds after the first, and returns `results` with the tokens of their documents replaced."""
+    """Runs the rounds after the first. Returns `results` with the values of tokens in these rounds replaced."""
     round_BT = numbers_BT // (len(numbers_BT) * documents)
 
     def run_round(carry):
@@ -204,8 +205,8 @@ class CudnnCall:
     def __post_init__(self):
         if self.B * self.T * self.N * self.H >= MAX_ELEMENTS:
             raise BadInput(
-                f"attention=cudnn: rows of {self.T} tokens with {self.N} heads of {self.H} on a device have at least "
-                "2^31 elements; use a larger mesh.tensor, or model.attention=blockwise"
+                f"model.attention='cudnn' needs fewer than 2^31 elements per sequence and device, not {self.T} tokens "
+                f"with {self.N} heads of size {self.H}; use a larger mesh.tensor, or model.attention='blockwise'"
             )
 
     def heads_first(self, x_BTNH: jax.Array) -> jax.ShapeDtypeStruct:

@@ -32,7 +32,7 @@ BLOCKWISE_MAX_LEN = 1024
 
 
 class BlockMask(NamedTuple):
-    """The pairs of blocks to compute, and the segments and positions that mask a pair."""
+    """Pairs of blocks to compute, and the segment ids and positions that determine their masks."""
 
     pairs_P2: jax.Array  # visible (query block, key block); the diagonal block is the last pair of a query block
     query_segments_BT: jax.Array
@@ -42,7 +42,7 @@ class BlockMask(NamedTuple):
 
 
 def make_attend(*, softcap: float | None = None, window: int | None = None, block: int = BLOCK):
-    """Returns attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH with the values of xla.make_attend."""
+    """Returns attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH, equivalent to xla.make_attend()."""
     masked_attend = make_masked_attend(softcap=softcap, window=window, block=block)
 
     def attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
@@ -83,7 +83,7 @@ def make_positioned_attend(*, softcap: float | None, window: int | None) -> Posi
 
 
 def make_masked_attend(*, softcap: float | None, window: int | None, block: int):
-    """Returns attend(q_BTNH, k_BSKH, v_BSKH, block_mask) -> out_BTNH. Lengths must be multiples of the block."""
+    """Returns attend(q_BTNH, k_BSKH, v_BSKH, block_mask) -> out_BTNH. Lengths must be multiples of `block`."""
 
     def make_flash(q_BKTGH, v_BKSH) -> FlashAttention:
         return FlashAttention(q_BKTGH.shape[3], v_BKSH.shape[3], block, softcap, window)
@@ -113,7 +113,7 @@ def make_masked_attend(*, softcap: float | None, window: int | None, block: int)
 def visible_pairs(length: int, block: int, window: int | None, begin: int = 0) -> np.ndarray:
     """Returns int32[P, 2], the sorted visible pairs (query block, key block).
 
-    begin: position of the first of `length` queries in the sequence of keys, a multiple of the block.
+    begin: position of the first query in the sequence of keys, a multiple of `block`.
     """
     distance = begin + length if window is None else window - 1  # distance to the first visible key
     first = begin // block
@@ -127,8 +127,8 @@ def visible_pairs(length: int, block: int, window: int | None, begin: int = 0) -
 def positioned_block_pairs(starts_Cc: np.ndarray, chunk: int, block: int, window: int | None) -> np.ndarray:
     """Returns int32[C, P, 2], the visible pairs (query block, key block) of each device.
 
-    In zigzag order all devices have the same number of pairs without a window. With a window the first chunk has fewer,
-    and pairs are padded by pad_block_pairs().
+    Without a window, all devices have the same number of pairs in zigzag order. With a window, the first chunk has
+    fewer pairs, and pad_block_pairs() pads them.
     """
     device_pairs = []
     for starts_c in starts_Cc:
@@ -141,7 +141,7 @@ def positioned_block_pairs(starts_Cc: np.ndarray, chunk: int, block: int, window
 
 
 def pad_block_pairs(lists: Sequence[np.ndarray], last_key_blocks: Sequence[int]) -> list[np.ndarray]:
-    """Pads lists of pairs to equal length with (first query block, last key block), which is fully masked."""
+    """Pads lists of pairs to equal length with the fully masked pair (first query block, last key block)."""
     length = max(map(len, lists))
     padding = lambda pairs, last: np.full((length - len(pairs), 2), (0, last), np.int32)
     return [np.concatenate([pairs, padding(pairs, last)]) for pairs, last in zip(lists, last_key_blocks)]

@@ -33,8 +33,8 @@ class KVShard(NamedTuple):
 class RingKernel(Protocol):
     """Attention of local queries to the keys of one device. The order of dimensions depends on the implementation.
 
-    step: distance to the device of the keys, which is `step` positions before this device; a Python int if static, 0
-    for local keys. state: softmax over the keys so far. logsumexp and delta, the sum of out * dout, are float32.
+    step: number of ring steps from the device of the keys to this device; 0 for local keys, a Python int if static.
+    state: online softmax over the keys processed so far. logsumexp and delta, the sum of out * dout, are float32.
     """
 
     def init(self, q: jax.Array, /) -> Any:
@@ -74,9 +74,9 @@ def make_ring_attend(
 ) -> Callable[..., jax.Array]:
     """Returns attend(q, k_BKTH, v_BKTH, segment_ids_BT) -> out like q, for positions in zigzag order.
 
-    unrolled: whether to unroll the steps, which XLA:CPU needs. Its order of collectives inside and outside of a loop
-    differs between devices (jaxlib 0.10.2 with default flags, 2026-11-24: with a loop, one layer on 8 devices crashed
-    or hung in 12 of 12 runs; unrolled, in 0 of 8).
+    unrolled: whether to unroll the steps. XLA:CPU needs this, because its devices run collectives inside and outside of
+    a loop in different orders. On 8 devices, one layer crashed or hung in 12 of 12 runs with a loop, and in 0 of 8 runs
+    without a loop (jaxlib 0.10.2 with default flags, 2026-11-24).
     """
 
     @custom_vjp
@@ -136,12 +136,12 @@ class Ring:
         return dq.astype(q.dtype), *self.context.ppermute_next(tuple(x.astype(dtype) for x, dtype in zip(dkv, dtypes)))
 
     def step_ranges(self) -> list[tuple[int, int]]:
-        """Returns (begin, end) of steps that are compiled together: the local keys, a loop, and the last device."""
+        """Returns ranges (begin, end) of ring steps: the local keys, the steps in a loop, and the last step."""
         size = self.context.size
         return [steps for steps in ((0, 1), (1, size - 1), (size - 1, size)) if steps[0] < steps[1]]
 
     def run_steps(self, f: Callable, carry: Any, kv: KVShard, begin: int, end: int) -> tuple[Any, KVShard]:
-        """Runs carry = f(step, carry, kv) for each step, and sends kv to the next device at the same time."""
+        """Runs carry = f(step, carry, kv) for each step, while kv is sent to the next device."""
         if begin == self.context.size - 1:
             return f(begin, carry, kv), kv
 

@@ -66,7 +66,7 @@ class FlashRingKernel:
         return dq_BKRH.reshape(q_BKTGH.shape), dk_BKTH, dv_BKTH
 
     def block_mask(self, step: int | jax.Array, ids_BT, key_ids_BT) -> BlockMask:
-        """Returns the mask of local queries and the keys of the device `step` positions before this device."""
+        """Returns the mask of local queries and the keys from the device `step` ring steps before this device."""
         device, size = self.context.index(), self.context.size
         source = (device - step) % size
         is_local = isinstance(step, int) and step == 0
@@ -82,7 +82,7 @@ def ring_block_pairs(size: int, chunk: int, block: int, window: int | None, *, i
     """Returns (distinct tables of visible pairs, index of the table for each query device and key device).
 
     Tables are int32[X, P, 2], with pairs (query block, key block) of local block indices. The index is int32[C, C].
-    is_local: whether to return pairs of each device with itself, else of each pair of different devices.
+    is_local: True if queries and keys are on the same device, False if they are on different devices.
     """
     starts_Cc = ContextAxis(size).chunk_starts(chunk // block)
     blocks = [np.concatenate([start + np.arange(chunk // block) for start in starts_c]) for starts_c in starts_Cc]

@@ -78,7 +78,7 @@ class PartialAttention(NamedTuple):
 
 
 class ChunkPair(NamedTuple):
-    """A chunk of queries and a chunk of visible keys, by the index of each chunk on its device."""
+    """A chunk of queries and a chunk of keys visible to them, as indices of the chunks on their devices."""
 
     queries: int | jax.Array
     keys: int | jax.Array
@@ -138,7 +138,7 @@ class SplashRingKernel:
         return dq_BNTH, dk_BKTH, dv_BKTH
 
     def pairs(self, step: int | jax.Array) -> list[ChunkPair]:
-        """Returns the visible pairs of local query chunks and key chunks of the device `step` positions before."""
+        """Returns the visible pairs of local query chunks and key chunks of the device `step` ring steps before."""
         device, size = self.context.index(), self.context.size
         last = 2 * size - 1
         if isinstance(step, int) and step == 0:
@@ -176,7 +176,7 @@ class SplashRingKernel:
 
 
 def merge_partial(before: PartialAttention, out_BNtH, logsumexp_BNt) -> PartialAttention:
-    """Merges attention to two sets of keys. A fully masked query has weight 0; its kernel output is a mean or nan."""
+    """Merges attention over two sets of keys. Fully masked queries, with kernel output mean or nan, have weight 0."""
     valid_BNt = logsumexp_BNt > MASK_VALUE / 2
     logsumexp_BNt = jnp.where(valid_BNt, logsumexp_BNt, MASK_VALUE)
     out_BNtH = jnp.where(valid_BNt[..., None], out_BNtH.astype(F32), 0.0)

@@ -48,7 +48,7 @@ class KernelTables(NamedTuple):
 def make_tables(
     starts_Cc: np.ndarray, chunk: int, keys: int, window: int | None, sizes: kernel_lib.BlockSizes
 ) -> KernelTables:
-    """Returns the tables of the three kernels. starts_Cc: first position of each chunk."""
+    """Returns the tables of the forward, dq and dkv kernels. starts_Cc: first position of each chunk."""
     ranges = functools.partial(key_block_ranges, starts_Cc, chunk, keys, window)
     q_dq, kv_dq, q_dkv, kv_dkv = sizes.block_q_dq, sizes.block_kv_dq, sizes.block_q_dkv, sizes.block_kv_dkv
     assert q_dq and kv_dq and q_dkv and kv_dkv  # set by block_sizes()
@@ -62,7 +62,7 @@ def make_tables(
 def key_block_ranges(
     starts_Cc: np.ndarray, chunk: int, keys: int, window: int | None, block_q: int, block_kv: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (first, last) visible key block of each query block, int[C, q] each."""
+    """Returns (first visible key block, last visible key block) of each query block, both int[C, q]."""
     start_Cq = (starts_Cc[:, :, None] + np.arange(0, chunk, block_q)[None, None]).reshape(len(starts_Cc), -1)
     first_Cq = np.zeros_like(start_Cq) if window is None else np.maximum(0, start_Cq - window + 1)
     last_Cq = np.minimum(start_Cq + block_q, keys) - 1
@@ -81,7 +81,7 @@ def by_queries(first_Cq: np.ndarray, last_Cq: np.ndarray) -> BlockTables:
 
 
 def by_keys(first_Cq: np.ndarray, last_Cq: np.ndarray, blocks: int) -> BlockTables:
-    """Returns tables [C, 1, s, k] with the query blocks of each key block in ascending order, in the last steps."""
+    """Returns tables [C, 1, s, k] with the query blocks of each key block in ascending order, after padding steps."""
     key_k = np.arange(blocks)
     visible_Cqk = (first_Cq[:, :, None] <= key_k) & (key_k <= last_Cq[:, :, None])
     steps = visible_Cqk.sum(axis=1).max()
@@ -103,8 +103,7 @@ LANES = 128  # divisor of all block sizes
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Maximum (query, key) block sizes of each kernel. Larger blocks need fewer steps and compute more masked
-    scores."""
+    """Maximum (query, key) block sizes of a kernel. Larger blocks need fewer steps but compute more masked scores."""
 
     fwd: tuple[int, int]
     dkv: tuple[int, int]  # backward kernel for keys and values
@@ -139,9 +138,9 @@ def make_attend(
     blocks: Blocks | None = None,
     interpret: bool = False,
 ):
-    """Returns attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> out_BTNH with the values of xla.make_attend.
+    """Returns attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> out_BTNH, equivalent to xla.make_attend().
 
-    blocks: None means the blocks of the device kind. interpret: whether to run in interpreter mode, without a TPU.
+    blocks: None selects blocks for device_kind. interpret: whether to run in interpreter mode, without a TPU.
     """
     blocks = blocks or blocks_for(device_kind)
     positioned_attend = make_positioned_attend(softcap=softcap, window=window, blocks=blocks, interpret=interpret)
@@ -224,9 +223,9 @@ def block_sizes(
 ) -> kernel_lib.BlockSizes:
     """Returns the block sizes for `length` queries. keys: number of keys, if different.
 
-    Float32 values and heads larger than LANES use DEFAULT_BLOCKS to fit into VMEM (a head_dim of 256 needs 18 MiB with
-    blocks of 1024; v5p's default limit is 16). Short sequences and windows also use DEFAULT_BLOCKS, because large
-    blocks compute more masked scores.
+    Float32 values and heads larger than LANES use DEFAULT_BLOCKS to fit into VMEM. With blocks of 1024, a head_dim of
+    256 needs 18 MiB, but the default limit of v5p is 16 MiB. Short sequences and windows use them, too, because
+    larger blocks compute more masked scores.
     """
     largest = max(max(sizes) for sizes in dataclasses.astuple(limits))
     if itemsize > 2 or head_dim > LANES or min(length, window or length) < MIN_BLOCKS * largest:

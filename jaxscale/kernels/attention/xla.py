@@ -24,7 +24,7 @@ LOGIT_BLOCK = 256  # positions per block; logits of a pair of blocks need 1/4 Mi
 
 
 class MaskSpec(NamedTuple):
-    """Definition of a mask by more than segment ids. It is passed as segment_ids_BT."""
+    """Segment ids and other inputs that define an attention mask. Passed as the argument segment_ids_BT."""
 
     segment_ids_BT: jax.Array
     prefix_BT: jax.Array | None = None  # int32: 1 for a key visible to every query of its document
@@ -38,7 +38,7 @@ def as_mask_spec(segments: jax.Array | MaskSpec) -> MaskSpec:
 
 
 def make_mask_spec(segment_ids_BT: jax.Array, prefix_BT: jax.Array | None) -> jax.Array | MaskSpec:
-    """Returns a MaskSpec, or without a prefix the segment ids, which every kernel accepts."""
+    """Returns a MaskSpec if there is a prefix, else the segment ids, which every kernel accepts."""
     return segment_ids_BT if prefix_BT is None else MaskSpec(segment_ids_BT, prefix_BT)
 
 
@@ -46,7 +46,7 @@ def make_attend(*, softcap: float | None = None, window: int | None = None):
     """Returns attend(q_BTNH, k_BSKH, v_BSKV, segments) -> out_BTNV, causal within segments, with scale 1/sqrt(H).
 
     softcap: scores become softcap * tanh(score / softcap) (arXiv:2408.00118). window: number of latest keys that a
-    query attends to, including its own (arXiv:2310.06825); None means all.
+    query attends to, including the key at its own position (arXiv:2310.06825); None means all.
     """
 
     def attend(
@@ -59,7 +59,7 @@ def make_attend(*, softcap: float | None = None, window: int | None = None):
         bias_NTS: jax.Array | None = None,
         scale: float | None = None,
     ) -> jax.Array:
-        """Returns softmax attention, from float32 scores and probabilities rounded to v.dtype before the product.
+        """Returns softmax attention. Scores are float32, and probabilities are cast to v.dtype.
 
         segments: segment ids of the queries, or a MaskSpec. causal: whether later keys are masked, except those of a
         prefix. bias_NTS: added to the scores. scale: replaces 1/sqrt(H) as the factor of q @ k.
@@ -126,7 +126,7 @@ def largest_logits(
 ) -> jax.Array:
     """Returns the largest logit of each head over non-padding queries and visible keys, float32[K, G]; -inf if none.
 
-    Arguments are those of attend(). Logits exist for one pair of blocks at a time.
+    Arguments are those of attend(). Computes the logits of one pair of blocks at a time.
     """
     spec = as_mask_spec(segments)
     (B, T, N, H), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]
@@ -173,7 +173,7 @@ def largest_logits(
 
 
 def visible_pairs(T: int, S: int, queries: int, keys: int, *, causal: bool, window: int | None) -> np.ndarray:
-    """Returns int32[pairs, 2], pairs (query block, key block) in which a key is visible to a query."""
+    """Returns int32[pairs, 2], the pairs (query block, key block) in which a query attends to a key."""
     pairs = []
     for i in range(-(-T // queries)):
         first, last = i * queries, (i + 1) * queries - 1
@@ -197,9 +197,9 @@ def attention_logit_bound(
     bias_NTS: jax.Array | None = None,
     **_,
 ) -> jax.Array:
-    """Returns an upper bound of logits, float32[]: scaled max|q| * max|k| of a head and row over non-padding positions.
+    """Returns an upper bound on the logits, float32[]: the largest scale * max|q| * max|k| over heads and sequences.
 
-    Ignores causality, window and segments, which only exclude pairs. Raises ValueError for a bias.
+    Excludes padding. Ignores causality, window and segments, which only exclude pairs. Raises ValueError for a bias.
     """
     if bias_NTS is not None:
         raise ValueError("the bound does not support an attention bias; use attention='xla', whose logits are exact")

@@ -30,7 +30,7 @@ RunExperts = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class SendPlan(NamedTuple):
-    """Positions and counts of local rows by destination and of received rows by source."""
+    """Indices and counts of local rows for each destination, and counts of received rows from each source."""
 
     begin_P: jax.Array  # index of the first local row for each device
     count_P: jax.Array  # number of local rows for each device
@@ -54,7 +54,7 @@ def round_capacity(rows: int, devices: int) -> int:
 
 @functools.partial(custom_vjp, nondiff_argnums=(0, 1))
 def all_to_all_experts(axis: ExpertAxis, run: RunExperts, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E):
-    """Returns (y_RD, number of rounds). run() is applied to each row on the device of its expert."""
+    """Applies run() to each row on the device of its expert. Returns (y_RD, number of rounds)."""
     rounds = AllToAllRounds(axis, run, round_capacity(len(x_RD), axis.size))
     plan = plan_sends(axis, counts_E, rounds.capacity)
 
@@ -112,8 +112,8 @@ class AllToAllRounds(NamedTuple):
     capacity: int
 
     def scope(self, rows: int) -> str:
-        """Returns a scope name with the fraction of rows that balanced routing uses. tools/preflight/hlo_costs.py reads
-        it, because kernels declare the FLOPs of all rows."""
+        """Returns a scope name with the fraction of rows that are used if routing is balanced.
+        tools/preflight/hlo_costs.py reads the name, because kernels declare the FLOPs of all rows."""
         return f"rows_{rows}_of_{self.axis.size * self.capacity}"
 
     def dispatch(self, index: jax.Array, plan: SendPlan, arrays: tuple[jax.Array, ...]) -> ReceivedRows:
@@ -130,7 +130,7 @@ class AllToAllRounds(NamedTuple):
         )
 
     def combine(self, index: jax.Array, plan: SendPlan, out: jax.Array, results: jax.Array) -> jax.Array:
-        """Returns out [R, ...] with the results of a round in their rows. results: rows in order of arrival."""
+        """Returns out [R, ...] with the results of a round written to their rows. results: rows in order of arrival."""
         parts = self.axis.all_to_all(results.reshape(self.axis.size, self.capacity, *results.shape[1:]))
         row_R = jnp.arange(len(out), dtype=jnp.int32)
         device_R = jnp.searchsorted(jnp.cumsum(plan.count_P), row_R, side="right").astype(jnp.int32)

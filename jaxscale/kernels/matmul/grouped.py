@@ -32,7 +32,7 @@ HOPPER = 9.0  # compute capability
 
 
 class GroupedMatmuls(NamedTuple):
-    """The three matmuls of a training step. Accumulation and result dtypes depend on the kernel."""
+    """Grouped matmuls of the forward and backward pass. Accumulation and result dtypes depend on the kernel."""
 
     forward: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # (x_RC, w_ECO, counts_E) -> y_RO
     input_grad: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # (dy_RO, w_ECO, counts_E) -> dx_RC
@@ -48,7 +48,7 @@ class GroupedMatmuls(NamedTuple):
 def grouped_project(
     matmuls: GroupedMatmuls, x_RC: jax.Array, w_ECO: jax.Array, counts_E: jax.Array, *, transposed: bool = False
 ) -> jax.Array:
-    """Returns y_RO, as a GroupedProject that uses `matmuls`."""
+    """Implements GroupedProject with `matmuls`. Returns y_RO."""
     if transposed:
         matmuls, w_ECO = matmuls.transposed, w_ECO.swapaxes(1, 2)
     return checkpoint_name(_project(matmuls, x_RC, w_ECO, counts_E), PRODUCT)
@@ -105,7 +105,7 @@ def pad_rows(x_RC: jax.Array) -> jax.Array:
 
 
 def tiling(rows: int, contracted: int, width: int, item_bytes: int) -> tuple[int, int, int]:
-    """Returns block sizes (rows, contracted, output). Larger blocks read the matrix of a group less often."""
+    """Returns block sizes (rows, contracted, output). With larger blocks, a kernel reads matrices less often."""
     size = lambda length, limit: max((d for d in divisors(length) if d % LANES == 0 and d <= limit), default=length)
     block_r, block_c, block_o = size(rows, 512), size(contracted, 1024), size(width, 1024)
     while (block_bytes(block_r, block_c, block_o, item_bytes) > KERNEL_BYTES) and block_o % (2 * LANES) == 0:
@@ -114,13 +114,13 @@ def tiling(rows: int, contracted: int, width: int, item_bytes: int) -> tuple[int
 
 
 def block_bytes(block_r: int, block_c: int, block_o: int, item_bytes: int) -> int:
-    """Returns the VMEM of a kernel for double-buffered operands and result, and a float32 accumulator."""
+    """Returns the VMEM bytes of a kernel for double-buffered operands and result, and a float32 accumulator."""
     elements = block_r * block_c + block_c * block_o + block_r * block_o
     return 2 * item_bytes * elements + 4 * max(block_r, block_c) * block_o
 
 
 def run_grouped(run: Callable, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E: jax.Array) -> jax.Array:
-    """Returns y_RD, as a MapExperts for grouped matmuls, which process all rows at once."""
+    """Implements MapExperts for grouped matmuls, which process all rows at once. Returns y_RD."""
     return run(weights, x_RD, weight_R, counts_E)
 
 
@@ -130,10 +130,10 @@ def weighted_activation(activate: Callable, gate_RF: jax.Array, up_RF: jax.Array
 
 
 def resolve_expert_kernels(platform: str, device: Device | None, dtype: Any) -> tuple[ExpertKernels, Choice]:
-    """Returns (kernels, choice). Choice.reason is why a GPU has no grouped kernel, or "".
+    """Returns (kernels, choice). Choice.reason is the reason why a GPU does not use grouped kernels, or "".
 
-    TPUs, and Hopper GPUs with 16-bit dtypes, use grouped kernels. Others use slots, because XLA's grouped matmuls on
-    them do not skip other groups.
+    TPUs, and Hopper GPUs with 16-bit dtypes, use grouped kernels. Other devices use slots (slots.py), because XLA's
+    grouped matmuls do not skip the matrices of other groups there.
     """
     if platform == "cpu":
         return ExpertKernels(), Choice(name="slots")

@@ -52,7 +52,7 @@ def transpose_tile(tile: Any) -> Any:
 
 
 def group_tiles(counts_E: jax.Array, rows: int) -> tuple[jax.Array, int]:
-    """Returns (int32[4, T] of group, tile of rows, begin and end of the rows; maximum T). Padding has begin == end."""
+    """Returns (table int32[4, T] with the group, row tile, begin and end of each step, T). Padding has begin == end."""
     max_tiles = -(-rows // TILE_R) + len(counts_E) - 1
     ends_E = jnp.cumsum(counts_E)
     starts_E = ends_E - counts_E
@@ -89,7 +89,7 @@ def make_compute_context(shape: tuple[int, int], dtype: Any, write: Any) -> Any:
 
 
 def no_op(*_: Any, **__: Any) -> None:
-    """Does nothing. Body of a pipeline of which only the shared memory is allocated."""
+    """Does nothing. Serves as the body of a pipeline that only allocates shared memory."""
 
 
 def launch(body: Any, out: jax.ShapeDtypeStruct, *arrays: jax.Array) -> jax.Array:
@@ -160,10 +160,10 @@ def hopper_project(x_RC: jax.Array, w_ECO: jax.Array, counts_E: jax.Array, *, tr
 def write_tile(
     y: Any, wg: Any, buffers: tuple[Any, Any], y_gmem: Any, at: tuple[Any, Any], begin: Any, end: Any
 ) -> None:
-    """Writes rows begin to end of a warpgroup's part of a tile to (row, column).
+    """Writes rows [begin, end) of a warpgroup's part of a tile. at: (row, column) of the part in y_gmem.
 
-    buffers: shared memory for HALF rows of one line, (swizzled for whole halves, plain for fewer rows), because
-    swizzled lines can only be copied in groups of eight.
+    buffers: (swizzled, plain) shared memory for HALF rows of one line. The plain buffer is for fewer rows than HALF,
+    because swizzled lines can only be copied in groups of eight.
     """
     y_smem, partial_smem = buffers
     line = y_smem.shape[-1]
@@ -187,8 +187,7 @@ def write_tile(
 
 
 def write_rows(y_smem: Any, y_gmem: Any, first: Any, begin: Any, end: Any, columns: Any) -> None:
-    """Writes those of HALF rows beginning at `first` that are in [begin, end), by copies of static power-of-two
-    sizes."""
+    """Writes the rows of [first, first + HALF) that are in [begin, end), in copies of static power-of-two sizes."""
     offset = jnp.clip(begin - first, 0, HALF)
     length = jnp.maximum(jnp.minimum(end - first, HALF) - offset, 0)
     size = HALF

@@ -36,7 +36,7 @@ RECIPES = {
 
 
 def make_project(name: MatmulDtype) -> Project:
-    """Returns the projection with this operand dtype, except "none". Raises BadInput without qwix."""
+    """Returns the projection with this operand dtype, which must not be "none". Raises BadInput without qwix."""
     if not packages.is_installed("qwix"):
         raise BadInput(f"model.matmul_dtype={name!r} needs qwix: pip install 'jaxscale[quant]'")
     return functools.partial(project, RECIPES[name])
@@ -68,7 +68,7 @@ _project.defvjp(_forward, _backward)
 
 
 def product(left: jax.Array, right: jax.Array, left_axes, right_axes, types: tuple[Any, Any], dtype: Any) -> jax.Array:
-    """Contracts left_axes with right_axes. Operands are quantized to `types`; the result has `dtype`."""
+    """Contracts left_axes with right_axes. Operands are quantized to `types`, and the result is cast to `dtype`."""
     import qwix
 
     def quantize(array, axes, kind):

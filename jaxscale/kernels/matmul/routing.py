@@ -45,7 +45,7 @@ router_logits.defvjp(lambda x_nD, w_DE: (router_logits(x_nD, w_DE), (x_nD, w_DE)
 
 
 def gradient_in_parts(x_nD: jax.Array, dlogit_nE: jax.Array) -> jax.Array:
-    """Returns dw_DE of a router. A plain matmul transposes x on XLA:CPU and takes ten times as long (jax 0.10.2,
+    """Returns dw_DE of a router. On XLA:CPU, a single matmul would transpose x and take ten times as long (jax 0.10.2,
     2026-11-26)."""
     split = lambda array: array.reshape(PARTS, -1, array.shape[1])
     dlogit_pEn = lax.optimization_barrier(split(dlogit_nE).swapaxes(1, 2))
@@ -94,7 +94,7 @@ def score_range(cfg: RouterConfig, routes: RouterOutput) -> jax.Array:
 
 
 def mask_other_groups(cfg: RouterConfig, choice_nE: jax.Array) -> jax.Array:
-    """Masks the scores of experts outside of the best groups with -inf (arXiv:2405.04434)."""
+    """Sets the scores of experts outside of the best groups to -inf (arXiv:2405.04434)."""
     if cfg.groups == 1:
         return choice_nE
     choice_nGe = choice_nE.reshape(len(choice_nE), cfg.groups, -1)
@@ -105,9 +105,9 @@ def mask_other_groups(cfg: RouterConfig, choice_nE: jax.Array) -> jax.Array:
 
 
 def capacity_mask(expert_BTk: jax.Array, mask_BT: jax.Array, num_experts: int, capacity: int) -> jax.Array:
-    """Returns bool_BTk, True where fewer than `capacity` earlier tokens of the row selected the expert.
+    """Returns bool_BTk, True where fewer than `capacity` earlier tokens of the sequence selected the expert.
 
-    The result depends neither on later tokens nor on other rows. mask_BT: False for padding, which is not counted.
+    The result does not depend on later tokens or other sequences. mask_BT: False for padding, which is not counted.
     """
     chosen_BTE = jnp.sum(jax.nn.one_hot(expert_BTk, num_experts, dtype=jnp.int32), axis=2)
     chosen_BTE = chosen_BTE * mask_BT[:, :, None]
@@ -141,8 +141,7 @@ def stable_order(number_R: jax.Array, end: int) -> jax.Array:
 
 
 def inverse(order_R: jax.Array) -> jax.Array:
-    """Returns the inverse permutation. On CPUs a scatter takes a fortieth of the time of argsort (not timed
-    elsewhere)."""
+    """Returns the inverse permutation. On CPUs a scatter is 40 times as fast as argsort. Only CPUs were timed."""
     scatter = lambda order_R: jnp.zeros_like(order_R).at[order_R].set(jnp.arange(len(order_R), dtype=order_R.dtype))
     return lax.platform_dependent(order_R, cpu=scatter, default=lambda order_R: jnp.argsort(order_R).astype(jnp.int32))
 
@@ -150,7 +149,7 @@ def inverse(order_R: jax.Array) -> jax.Array:
 # JAX's gradient of a gather is a slow scatter-add. These custom gradients gather by the inverse permutation.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def dispatch(k: int, x_nD: jax.Array, rows: SortedRows, as_bits: bool = False) -> jax.Array:
-    """Returns x_RD, the token of each row. as_bits: whether to gather values as integers."""
+    """Returns x_RD, the activations of the token of each row. as_bits: whether to gather values as integers."""
     token_R = rows.order_R // k
     return gather_as_uint(x_nD, token_R) if as_bits else x_nD[token_R]
 
@@ -164,8 +163,8 @@ dispatch.defvjp(lambda k, x_nD, rows, as_bits: (dispatch(k, x_nD, rows, as_bits)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def combine(k: int, y_RD: jax.Array, rows: SortedRows, as_bits: bool = False) -> jax.Array:
-    """Returns y_nD, the float32 sum of each token's rows, in the dtype of the rows. as_bits: whether to gather values
-    as integers, one expert of each token at a time, which XLA:CPU fuses into one loop."""
+    """Returns y_nD, the sum of each token's rows, accumulated in float32 and cast to the dtype of the rows.
+    as_bits: whether to gather values as integers, in k gathers that XLA:CPU fuses into one loop."""
     if as_bits:
         index_kn = rows.inverse_R.reshape(-1, k).T
         return sum((gather_as_uint(y_RD, index_n).astype(F32) for index_n in index_kn), jnp.zeros((), F32)).astype(
@@ -206,6 +205,6 @@ sort_weights.defvjp(_sort_weights_forward, _sort_weights_backward)
 
 
 def mask_unrouted(array_R: jax.Array, rows: SortedRows) -> jax.Array:
-    """Sets rows of [R, ...] without an expert to zero, also in the gradient."""
+    """Sets rows of [R, ...] without an expert to zero, and also their gradients."""
     mask_R = jnp.arange(len(array_R), dtype=jnp.int32) < jnp.sum(rows.counts_E)
     return jnp.where(mask_R.reshape(-1, *[1] * (array_R.ndim - 1)), array_R, jnp.zeros_like(array_R))

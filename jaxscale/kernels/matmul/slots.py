@@ -27,7 +27,7 @@ MAX_UNROLLED = 16  # maximum number of experts with separate matmuls; more use o
 
 
 class SlotSizes(NamedTuple):
-    """Sizes of slots and overflow chunks. Unused slots always cost time, overflow chunks only if rows overflow."""
+    """Sizes of slots (rows reserved for an expert) and of chunks for overflowing rows. Unused slots cost time."""
 
     spare: Callable[[int], int]  # mean rows of an expert -> number of additional slots
     max_chunk: int  # maximum rows of an overflow chunk
@@ -52,7 +52,7 @@ MapExperts = Callable[[RunExpert, Any, jax.Array, jax.Array, jax.Array], jax.Arr
 
 
 def project_expert(x_SC: jax.Array, w_CO: jax.Array, counts: Any = None, *, transposed: bool = False) -> jax.Array:
-    """Returns y_SO, as a GroupedProject for one expert."""
+    """Implements GroupedProject for one expert. Returns y_SO."""
     return cpu_project("SC,CO->SO", x_SC, w_CO)
 
 
@@ -99,7 +99,7 @@ class RowSpan(NamedTuple):
 
 
 def bitcast_to_uint(array: jax.Array) -> jax.Array:
-    """Returns the array as unsigned integers. XLA:CPU would convert bfloat16 rows to float32 and back to move them."""
+    """Bitcasts an array to unsigned integers. To move bfloat16 rows, XLA:CPU would convert them to float32 and back."""
     return lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
 
 
@@ -124,7 +124,7 @@ class SlotLayout(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Number of slots per expert, or 0 with fewer than MIN_ROWS rows per expert."""
+        """Number of slots per expert, or 0 if experts have fewer than MIN_ROWS rows on average."""
         if self.rows < MIN_ROWS * self.experts:
             return 0
         average = -(-self.rows // self.experts)
@@ -132,7 +132,7 @@ class SlotLayout(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """Rows of an overflow chunk: a power of 2, about half of the mean rows per expert."""
+        """Number of rows in an overflow chunk: a power of 2 up to half of the mean rows per expert."""
         half = max(self.rows // (2 * self.experts), 8)
         return min(self.sizes.max_chunk, 1 << (half.bit_length() - 1), self.rows)
 
@@ -143,7 +143,7 @@ class SlotLayout(NamedTuple):
         return self.split(jax.vmap(make_span)(ends_E - counts_E, ends_E)) if self.slots else []
 
     def split(self, tree: Any) -> list[Any]:
-        """Splits arrays of all experts by expert. More than MAX_UNROLLED experts are not split."""
+        """Splits stacked arrays into one part per expert. More than MAX_UNROLLED experts remain a single part."""
         if self.experts > MAX_UNROLLED:
             return [tree]
         return [jax.tree.map(operator.itemgetter(expert), tree) for expert in range(self.experts)]
@@ -189,8 +189,8 @@ class SlotLayout(NamedTuple):
 def run_in_slots(
     sizes: SlotSizes, run: RunExpert, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E: jax.Array
 ) -> jax.Array:
-    """Returns y_RD, as a MapExperts. Rows after those of the last expert are 0. Only residuals of slots are saved, also
-    for names that run() marks for remat; overflow chunks are recomputed."""
+    """Implements MapExperts with slots. Returns y_RD, in which rows after those of the last expert are 0.
+    The backward pass recomputes overflow chunks, even if a remat policy saves activations of run()."""
     return _forward(sizes, run, weights, x_RD, weight_R, counts_E)[0]
 
 

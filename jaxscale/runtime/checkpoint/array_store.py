@@ -41,7 +41,7 @@ ARRAY_METADATA = (".zarray", "zarr.json")  # metadata files of an array; all oth
 
 
 def compare_leaf(arrays: "ArrayReader", name: str, shape: list[int], dtype: str, fingerprint: int) -> tuple[str, int]:
-    """Returns (difference between the leaf and its record, '' if they match; number of bytes read)."""
+    """Returns (how the leaf differs from its record, or '' if it matches; number of bytes read)."""
     array = arrays.open(name)
     if wrong := format_mismatch(array, shape, dtype):
         return wrong, 0
@@ -75,11 +75,11 @@ class ArrayReader:
         self.context = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
 
     def open(self, name: str) -> Any:
-        """Returns the leaf as a tensorstore.TensorStore. Raises ValueError (several lines) if the leaf is missing."""
+        """Returns the leaf as a tensorstore.TensorStore. Raises ValueError if the leaf is missing."""
         return self.open_async(name).result()
 
     def open_async(self, name: str) -> Any:
-        """Returns a future of the result of `open`, so that many leaves in a bucket can be opened concurrently."""
+        """Same as `open`, but returns a future, so that many leaves can be opened concurrently."""
         spec = {"driver": self.driver, "kvstore": leaf_kvstore(self.folder, name), "recheck_cached_data": False}
         return tensorstore.open(spec, open=True, read=True, context=self.context)
 
@@ -90,12 +90,12 @@ def stored_name(leaf: str) -> str:
 
 
 def leaf_kvstore(folder: Any, leaf: str) -> dict[str, Any]:
-    """Returns TensorStore's spec of the key-value store that contains the metadata and chunks of a leaf."""
+    """Returns the TensorStore spec of the key-value store with the metadata and chunks of a leaf."""
     return {"driver": "ocdbt", "base": kvstore_spec(folder / STATE), "path": f"{stored_name(leaf)}/"}
 
 
 def kvstore_spec(folder: Any) -> dict[str, str]:
-    """Returns TensorStore's spec of a folder; works for folder names with special characters."""
+    """Returns the TensorStore spec of a folder, whose name may contain special characters."""
     if paths.is_remote(folder):
         bucket, _, path = os.fspath(folder).removeprefix("gs://").partition("/")
         return {"driver": "gcs", "bucket": bucket, "path": f"{path}/"}
@@ -132,7 +132,7 @@ def box_bytes(array: Any, box: Box) -> int:
 
 
 def read_ahead(requests: Iterable[tuple[Any, Box]], limit: int = READ_AHEAD_BYTES) -> Iterator[np.ndarray]:
-    """Yields the values of the boxes in order, with at most `limit` bytes, or one larger box, in flight."""
+    """Yields the values of the boxes in order. Reads at most `limit` bytes ahead, or one larger box."""
     pending: collections.deque = collections.deque()
     in_flight = 0
     for array, box in requests:
@@ -165,7 +165,7 @@ def array_format(array: Any) -> dict[str, Any]:
 
 
 def orbax_array_format(shape: Sequence[int], chunks: Sequence[int], dtype: np.dtype) -> dict[str, Any]:
-    """Returns TensorStore's spec of an array as created by Orbax: zarr 2, uncompressed, without a location."""
+    """Returns the TensorStore spec of an array in Orbax's format (zarr 2, uncompressed). It contains no location."""
     metadata = {"zarr_format": 2, "shape": list(shape), "chunks": list(chunks), "dtype": np.dtype(dtype).str}
     metadata |= {"compressor": None, "fill_value": None, "filters": None, "order": "C", "dimension_separator": "."}
     return {"driver": "zarr", "metadata": metadata, "kvstore": {"config": {"max_decoded_node_bytes": NODE_BYTES}}}
@@ -216,7 +216,7 @@ class StepArrayWriter:
         return fmt | {"kvstore": store, "store_data_equal_to_fill_value": True}
 
     def write(self, array: Any, box: Box, value: np.ndarray) -> bool:
-        """Queues a box for writing; returns True if all queued boxes are now stored. `commit` stores the rest."""
+        """Queues a box for writing; returns True if all queued boxes are now stored. commit() stores the others."""
         if self.transaction is None:
             self.transaction = tensorstore.Transaction()
         self.pending.append(array.with_transaction(self.transaction)[box].write(value))
@@ -256,7 +256,7 @@ def leaf_files(folder: Any) -> dict[str, set[str]]:
 
 
 def index_damages(folder: Any) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yields (index file, cause, data files named in the error) for each process's index with an unreadable version."""
+    """Yields (index file, cause, data files named in the error) for each OCDBT index with an unreadable version."""
     for name in files_under(folder / STATE):
         if name.rpartition("/")[2] == MANIFEST:
             subfolder = name.removesuffix(MANIFEST).rstrip("/")
@@ -292,7 +292,7 @@ def index_roots(base: Any, node: dict[str, Any]) -> Iterator[str | None]:
 def index_entries(
     base: Any, location: str | None, prefix: bytes = b"", seen: set[str] | None = None
 ) -> Iterator[tuple[bytes, str]]:
-    """Yields (key, location of the value) for all entries below a node. Skips nodes in `seen` and adds visited ones."""
+    """Yields (key, location of the value) of all entries below a node. Skips nodes in `seen`; adds visited nodes."""
     if location is None or seen is not None and location in seen:
         return
     if seen is not None:

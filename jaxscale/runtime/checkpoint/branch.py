@@ -55,7 +55,7 @@ class InitSource:
 
     @property
     def ancestry(self) -> list[dict[str, Any]]:
-        """Record entries of this checkpoint and of those from which its weights derive, newest first."""
+        """Record entries of this checkpoint and of the checkpoints from which its weights derive, newest first."""
         run = self.record["run"]
         entry = {"path": str(self.checkpoints.directory), "step": self.step, "sha256": self.record["sha256"]}
         converted = run.get("converted") or {}  # fields of the imported config.json, which later exports need
@@ -69,7 +69,7 @@ class InitSource:
 
 @dataclasses.dataclass(frozen=True)
 class BranchPlan:
-    """The checkpoint leaf from which each leaf of the new state is made."""
+    """Mapping from the leaves of the new state to the checkpoint leaves that initialize them."""
 
     loaded: dict[str, str] = dataclasses.field(default_factory=dict)  # new name -> name in the checkpoint
     resized: dict[str, int] = dataclasses.field(default_factory=dict)  # new name -> vocabulary axis; subset of `loaded`
@@ -87,11 +87,11 @@ def open_source(
     named: str = "init.from_path",
     log: Callable[[str], None] = print_stderr,
 ) -> InitSource:
-    """Returns the checkpoint at `path`, or the newest checkpoint if `path` is a work folder; the same in all processes.
+    """Returns the checkpoint at `path`, or the newest checkpoint if `path` is a work folder. Call in all processes.
 
-    ancestor: entry of the checkpoint from which this run first started. The result must have the same step and content.
-    wanted: the step to open if the path does not name a step. named: the setting or flag that contained the path, for
-    error messages. log: receives warnings about unreadable newer steps and changed files.
+    ancestor: record entry of the checkpoint that initialized this run, which the result must match. wanted: step to
+    open if the path does not name a step. named: setting or flag with the path, for error messages. log: receives
+    warnings about unreadable newer steps and changed files.
     Raises: BadInput if there is no checkpoint, Stop (CHECKPOINT_CORRUPT) if the checkpoint cannot be read.
     """
     folder, step = parse_checkpoint_path(path)
@@ -100,27 +100,27 @@ def open_source(
     steps = agreed(checkpoints.all_steps)
     if not steps:
         foreign = any((folder.parent / name).exists() for name in HUGGING_FACE)
-        how = f"; convert a Hugging Face model first: jaxscale convert --from={path} --workdir=NEW" if foreign else ""
-        raise BadInput(f"{named}={path} holds no checkpoint: {folder} has no complete step{how}")
+        how = f", or convert the Hugging Face model: jaxscale convert --from={path} --workdir=NEW" if foreign else ""
+        raise BadInput(f"{named}={path} contains no checkpoint: {folder} has no saved step; use a different run{how}")
     if step is not None and step not in steps:
         near = sorted(sorted(steps, key=lambda other: abs(other - step))[:3])
-        raise BadInput(f"{named}={path}: no checkpoint of step {step}; {folder} has {units.or_list(near)}")
+        raise BadInput(f"{named}={path}: {folder} has no step {step}; use step {units.or_list(near)}")
     if step is None:
         step = ancestor["step"] if ancestor else newest_readable_step(checkpoints, log)
         if step is None or step not in steps:
-            raise BadInput(f"{named}={path}: this run started from its step {step}, which no longer exists")
+            raise BadInput(f"{named}={path}: step {step}, the origin of this run, no longer exists; restore it")
     source = InitSource(checkpoints, step, checkpoints.read_record(step))
     if ancestor and ancestor["sha256"] != source.record["sha256"]:
         raise BadInput(
-            f"{named}={path}: step {step} is not the checkpoint that this run started from "
-            f"({source.record['sha256'][:16]} instead of {ancestor['sha256'][:16]}); use another --workdir"
+            f"{named}={path}: step {step} has the sha256 {source.record['sha256'][:16]}, but this run started from a "
+            f"checkpoint with {ancestor['sha256'][:16]}; restore that checkpoint, or use a different --workdir"
         )
     checkpoints.log_changed_files(step, log, small=True)
     return source
 
 
 def parse_checkpoint_path(path: str) -> tuple[Any, int | None]:
-    """Returns (folder of checkpoints, step) for a path; the step is None if the path does not name a step."""
+    """Returns (checkpoint folder, step) for a path. The step is None if the path does not name a step."""
     folder = paths.as_path(path)
     if folder.name.isdecimal() and not (folder / "checkpoints").exists():  # a work folder may be named 2026
         return folder.parent, int(folder.name)
@@ -130,7 +130,7 @@ def parse_checkpoint_path(path: str) -> tuple[Any, int | None]:
 def branch_state(program: Any, cfg: InitConfig, log: Callable[[str], None], source: InitSource | None = None) -> Any:
     """Returns the initial state of a run that starts with weights from a checkpoint of a different run.
 
-    Each array is read directly into the sharding of the program, after the random array that it replaces was freed, so
+    Each array is read directly into the sharding of the program, after the random array that it replaces is freed, so
     at most one state is in memory. The step, random key, guard and loss scale have the values of a new run.
     program: the Program from build.py. source: the open checkpoint; None opens init.from_path.
     Raises: BadInput with one line for all mismatches, Stop (CHECKPOINT_CORRUPT) if a bit of the checkpoint has changed.
@@ -168,7 +168,7 @@ def branch_state(program: Any, cfg: InitConfig, log: Callable[[str], None], sour
 
 
 def resume_branch(program: Any, source: InitSource, log: Callable[[str], None]) -> Any:
-    """Returns the whole state of the source, for init.what=run. Raises the errors of Checkpoints.restore."""
+    """Returns the complete state of the source for init.what=run. Raises the errors of Checkpoints.restore()."""
     state = source.checkpoints.restore(source.step, program.abstract_state)
     if int(state.step) != source.step:
         raise source.checkpoints.corrupt(source.step, "state", f"its step counter is {int(state.step)}")
@@ -179,7 +179,7 @@ def resume_branch(program: Any, source: InitSource, log: Callable[[str], None]) 
 
 
 def plan_branch(cfg: InitConfig, source: InitSource, targets: Mapping[str, Any], model: Any) -> BranchPlan:
-    """Returns the checkpoint leaf for each new leaf. Raises BadInput for leaves on either side that have no match."""
+    """Plans how to initialize each leaf. Raises BadInput if a leaf of the checkpoint or the new state has no match."""
     leaves = source.record["leaves"]
     saved = {leaf: leaves[leaf] for part in LEAF_GROUPS[cfg.what] for leaf in weight_leaves(leaves, part).values()}
     check_rules(cfg, source, saved, targets)
@@ -187,7 +187,7 @@ def plan_branch(cfg: InitConfig, source: InitSource, targets: Mapping[str, Any],
     has_average = lambda names: any(leaf_group(name) == "ema" for name in names)
     renamed = {name: renamed_leaf(cfg, name) for name in saved}
     if clash := [name for name, number in Counter(renamed.values()).items() if number > 1]:
-        raise BadInput(f"init.rename gives several arrays of {source} the name {clash[0]}")
+        raise BadInput(f"init.rename maps several arrays of {source} to {clash[0]}; make the rules more specific")
     available = {new: old for old, new in renamed.items() if not is_skipped(new) and not is_skipped(old)}
     vocab_sizes = source.record["run"].get("config", {}).get("model", {}).get("vocab_size"), model.vocab_size
     groups = ["params"]
@@ -228,7 +228,7 @@ def plan_branch(cfg: InitConfig, source: InitSource, targets: Mapping[str, Any],
 def match_leaf(
     cfg: InitConfig, plan: BranchPlan, name: str, origin: Origin, found: list, new: list, vocab_sizes: tuple
 ) -> list[str]:
-    """Adds to the plan how to make a leaf, [shape, dtype] `new`, from an array `found`; returns a list of problems."""
+    """Plans the conversion of a leaf from `found` to `new`, each [shape, dtype]. Returns a list of problems."""
     old = [plan.upcycling.shape(origin, found[0]), found[1]] if plan.upcycling else found
     axis = vocab_axis(old, new, *vocab_sizes)
     if old == new:
@@ -248,8 +248,8 @@ def check_lora_scale(source: InitSource, plan: BranchPlan, lora: LoraConfig) -> 
     saved = from_dict(LoraConfig, source.record["run"].get("config", {}).get("lora") or {}, f"{source}: lora")
     if any(map(is_adapter, plan.loaded)) and saved.scale != lora.scale:
         raise BadInput(
-            f"init.from_path: the adapters of {source} are multiplied by alpha / rank = {saved.scale:g} in that run "
-            f"and by {lora.scale:g} in this config; set lora.alpha={saved.alpha:g} and lora.rank={saved.rank}"
+            f"init.from_path: the adapters of {source} were trained with the scale alpha / rank = {saved.scale:g}, but "
+            f"this config has {lora.scale:g}; set lora.alpha={saved.alpha:g} and lora.rank={saved.rank}"
         )
 
 
@@ -259,8 +259,8 @@ def check_mup_scales(source: InitSource, model: Any) -> None:
     saved = folding_factors(convert(recorded, AnyModelConfig, f"{source}: model")) if recorded.get("mup") else {}
     if saved != folding_factors(model):
         raise BadInput(
-            f"init.from_path: the weights of {source} were trained with different model.mup factors than this config "
-            "has; set model.mup as in that run, or remove it if that run has none"
+            f"init.from_path: the weights of {source} were trained with different model.mup factors than in this "
+            "config; copy model.mup from the config of that run, or remove it if that run does not set it"
         )
 
 
@@ -269,15 +269,15 @@ def check_rules(cfg: InitConfig, source: InitSource, saved: Mapping[str, Any], t
     first = LEAF_GROUPS[cfg.what][0]
     if not any(leaf_group(name) == first for name in saved):
         has = sorted({leaf_group(name) for name in source.record["leaves"]})
-        raise BadInput(f"init.what={cfg.what!r}: {source} has no {first}, only {', '.join(has)}")
+        raise BadInput(f"init.what={cfg.what!r} needs {first}, but {source} has only {', '.join(has)}")
     for rule in cfg.rename:
         pattern = rule.partition(ARROW)[0]
         if not any(re.search(pattern, name) for name in saved):
-            raise BadInput(f"init.rename={rule!r} matches nothing in {source}; nearest: {nearest(pattern, saved)}")
+            raise BadInput(f"init.rename={rule!r} matches no leaf of {source}; similar: {nearest(pattern, saved)}")
     for pattern in cfg.skip:
         if not any(re.search(pattern, name) for name in (*saved, *targets)):
             near = nearest(pattern, targets)
-            raise BadInput(f"init.skip={pattern!r} matches no leaf of the checkpoint or this config; nearest: {near}")
+            raise BadInput(f"init.skip={pattern!r} matches no leaf of the checkpoint or this config; similar: {near}")
 
 
 def leaf_group(name: str) -> str:
@@ -296,12 +296,12 @@ def renamed_leaf(cfg: InitConfig, name: str) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns up to two of `names` that are most similar to `name`, or 'none'."""
+    """Returns the one or two `names` that are most similar to `name`, or 'none'."""
     return " or ".join(difflib.get_close_matches(name, list(names), n=2, cutoff=0.3)) or "none"
 
 
 def vocab_axis(old: list, new: list, old_size: int | None, new_size: int) -> int | None:
-    """Returns the axis with the vocabulary, if two [shape, dtype] differ only in the vocabulary size; else None."""
+    """Returns the vocabulary axis if `old` and `new`, each [shape, dtype], differ only in that axis; else None."""
     if len(old[0]) != len(new[0]) or old[1] != new[1]:
         return None
     differing = [(axis, *sizes) for axis, sizes in enumerate(zip(old[0], new[0])) if sizes[0] != sizes[1]]
@@ -309,7 +309,7 @@ def vocab_axis(old: list, new: list, old_size: int | None, new_size: int) -> int
 
 
 def resize_leaf(source: InitSource, name: str, fresh: jax.Array, target: Any, axis: int, new_rows: str) -> jax.Array:
-    """Returns the checkpoint's leaf `name`, truncated or extended along the vocabulary axis to the shape of target."""
+    """Returns the checkpoint's leaf `name` with the vocabulary axis truncated or extended to the shape of `target`."""
     spec = spec_of(target)
     spec[axis] = None  # the old vocabulary size need not be divisible by the devices that shard it
     whole = NamedSharding(target.sharding.mesh, PartitionSpec(*spec), memory_kind=target.sharding.memory_kind)
@@ -334,7 +334,7 @@ def read_leaf(source: InitSource, name: str, dtype: Any, sharding: NamedSharding
 
 
 def init_ema(leaves: dict[str, Any], targets: Mapping[str, Any]) -> None:
-    """Sets the moving average in `leaves` to a copy of the parameters; a copy, because both arrays are donated."""
+    """Sets the moving average in `leaves` to a copy of the parameters. Both are donated and cannot share arrays."""
     names = [name for name in targets if leaf_group(name) == "ema"]
     params = [leaves["params" + name.removeprefix("ema")] for name in names]
     shardings = [targets[name].sharding for name in names]

@@ -65,11 +65,13 @@ class CheckpointConfig:
     def __post_init__(self):
         check_not_negative(self, "save_every_steps", "keep_every_steps", "keep_best", "wait_seconds")
         if self.keep_last < 1:
-            raise BadInput(f"keep_last={self.keep_last} must be at least 1, or there would be nothing to resume from")
+            raise BadInput(f"keep_last={self.keep_last} must be at least 1, so that a run can be resumed")
         if self.max_failed_saves < 1:
-            raise BadInput(f"max_failed_saves={self.max_failed_saves} must be at least 1: the first failure stops")
+            raise BadInput(
+                f"max_failed_saves={self.max_failed_saves} must be at least 1; use 1 to stop after one failed save"
+            )
         if self.max_save_seconds <= 0:
-            raise BadInput(f"max_save_seconds={self.max_save_seconds} must be above 0, such as 3600")
+            raise BadInput(f"max_save_seconds={self.max_save_seconds} must be above 0; use, for example, 3600")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,22 +127,22 @@ class InitConfig:
     def __post_init__(self):
         for rule in self.rename:
             if ARROW not in rule:
-                raise BadInput(f"rename={rule!r} must be 'REGEX{ARROW}REPLACEMENT'")
+                raise BadInput(f"rename={rule!r} must have the form 'REGEX{ARROW}REPLACEMENT'")
         for pattern in (*(rule.partition(ARROW)[0] for rule in self.rename), *self.skip):
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise BadInput(f"{pattern!r} is not a regular expression: {error}") from None
+                raise BadInput(f"rename or skip has an invalid regular expression {pattern!r}: {error}") from None
         if self.experts != "none" and self.what == "state":
             raise BadInput(
-                f"what='state' has no optimizer moments for experts={self.experts!r}; use what='params' or 'ema'"
+                f"experts={self.experts!r} cannot convert optimizer moments; use what='params' or 'ema', not 'state'"
             )
         changed = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
         lost = [name for name in ("rename", "skip", "resize_vocab", "experts") if name in changed]
         if self.what == "run" and lost:
-            raise BadInput(f"what='run' resumes all arrays unchanged, but {lost[0]} changes some; use what='params'")
+            raise BadInput(f"what='run' restores arrays unchanged and does not support {lost[0]}; use what='params'")
         if self.from_path is None and changed:
-            raise BadInput(f"{changed[0]} applies only to initial weights from a checkpoint; also set from_path")
+            raise BadInput(f"{changed[0]} requires a checkpoint with initial weights; set from_path")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,7 +167,7 @@ class ExportConfig:
         if self.push_to is not None:
             check_hub_name("push_to", self.push_to)
             if not self.every_steps:
-                raise BadInput("push_to has no effect with every_steps=0, which disables exports; set every_steps")
+                raise BadInput("push_to requires exports, but every_steps=0 disables them; set every_steps")
 
 
 def check_hub_name(setting_name: str, name: str) -> None:

@@ -49,7 +49,7 @@ class Upcycling:
     layers: int  # total number of layers
 
     def origin(self, name: str) -> Origin | None:
-        """Returns the dense array from which a leaf is made; None if init_leaf() initializes the leaf instead."""
+        """Returns the dense array from which a leaf is made; None for leaves that init_leaf() initializes."""
         found, first = STACKED_LEAF.fullmatch(name), self.experts.first_dense
         if found is None:
             return Origin(name)
@@ -63,7 +63,7 @@ class Upcycling:
         return Origin(f"params/{BLOCKS}/{leaf}", layers, columns)
 
     def shape(self, origin: Origin, old: list[int]) -> list[int]:
-        """Returns the shape of the leaf that is made from an array of the shape `old`."""
+        """Returns the shape of the leaf that is made from an array with shape `old`."""
         new = list(old)
         if origin.layers is not None:
             new[0] = min(origin.layers[1], old[0]) - origin.layers[0]
@@ -73,7 +73,7 @@ class Upcycling:
         return new
 
     def make(self, origin: Origin, read: Callable[[NamedSharding], jax.Array], target: Any) -> jax.Array:
-        """Returns the leaf with the sharding of `target`. read: (sharding) -> the dense array.
+        """Returns the leaf with the sharding of `target`. read: function from a sharding to the dense array.
 
         Each device makes its experts from its shard of the dense array without communication. Only the dense array and
         the new leaf are in memory.
@@ -104,7 +104,7 @@ class Upcycling:
         return jax.jit(mapped, out_shardings=target.sharding)
 
     def init_leaf(self, name: str, fresh: jax.Array, target: Any) -> jax.Array:
-        """Returns the initial value of a leaf without an origin. fresh: value of the leaf in a new model."""
+        """Returns the initial value of a leaf that the dense model lacks. fresh: its value in a new model."""
         found = STACKED_LEAF.fullmatch(name)
         leaf = found["leaf"] if found else ""
         if SHARED_DOWN.fullmatch(leaf):  # zeros, so that shared experts contribute nothing at first
@@ -162,29 +162,29 @@ def plan_upcycling(
     if any(re.fullmatch(rf"params/{BLOCKS}/(0/)?mlp/router", name) for name in shapes):
         raise BadInput(f"init.experts={mode!r}: {source} already has experts; remove init.experts")
     if not gates:
-        raise BadInput(f"init.experts={mode!r}: {source} has no gated MLP, params/{BLOCKS}/mlp/gate, to convert")
+        raise BadInput(f"init.experts={mode!r} needs a gated MLP (params/{BLOCKS}/mlp/gate), which {source} lacks")
     dense, width, named = shapes[gates[0]][-1], cfg.mlp_dim, f"model.experts.mlp_dim={cfg.mlp_dim}"
     if mode == "copy" and width != dense:
         raise BadInput(
-            f"init.experts='copy': {named} must be {dense}, the width of the dense MLP of {source}; set it, or use "
-            "init.experts='split' with a divisor of that width"
+            f"init.experts='copy': {named} must be {dense}, the MLP width of {source}; change it, or use "
+            "init.experts='split' with a divisor of the MLP width"
         )
     if mode == "split" and (dense % width or dense == width):
         widths = or_list([dense // parts for parts in divisors(dense)[1:4]])
         raise BadInput(
-            f"init.experts='split': {named} must be a proper divisor of {dense}, the width of the dense MLP of "
-            f"{source}; use {widths}, or init.experts='copy' with {dense}"
+            f"init.experts='split': {named} must be a proper divisor of {dense}, the MLP width of "
+            f"{source}; use {widths}, or init.experts='copy' with mlp_dim={dense}"
         )
     if cfg.number % (parts := dense // width):
         raise BadInput(
-            f"init.experts='split': model.experts.number={cfg.number} must be a multiple of the {parts} parts of a "
-            f"dense MLP of {dense} ({named})"
+            f"init.experts='split': model.experts.number={cfg.number} must be a multiple of {parts}, the number of "
+            f"parts into which {named} splits the MLP of width {dense}"
         )
     return Upcycling(cfg, parts, model.num_layers)
 
 
 def is_dense_mlp(old: list[int], new: list[int], name: str) -> bool:
-    """Returns True if `old` is the shape of a dense MLP's matrix, and `new` the shape of the matrices of experts."""
+    """Returns True if `old` is the shape of a dense MLP matrix, and `new` the shape of the same matrix with experts."""
     found = STACKED_LEAF.fullmatch(name)
     return found is not None and found["leaf"] in COLUMNS and len(new) == len(old) + 1
 
@@ -196,8 +196,7 @@ def spec_of(array: Any) -> list[Any]:
 
 
 def folding_factors(model: ModelConfig) -> dict[str, float]:
-    """Returns {name of a parameter in its layer: factor}; multiplying the parameters by these factors removes muP.
-    Factors of 1 are omitted."""
+    """Returns {parameter: factor} by which to multiply parameters to remove muP. Omits factors of 1."""
     if getattr(model, "mup", None) is None:
         return {}
     scales = mup_scales(model)
@@ -217,5 +216,5 @@ def without_mup(model: ModelConfig) -> ModelConfig:
 
 
 def folding_factor(model: ModelConfig, name: str) -> float:
-    """Returns the factor by which to multiply a parameter ('blocks/attention/wq') to get the same model without muP."""
+    """Returns the factor of folding_factors() for a parameter, such as 'blocks/attention/wq', or 1."""
     return folding_factors(model).get(STACKED.sub("", name.replace("/", "."), count=1), 1.0)

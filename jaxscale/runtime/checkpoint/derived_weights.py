@@ -52,7 +52,7 @@ class WrittenWeights:
 
 @dataclasses.dataclass(frozen=True)
 class DerivedWeights:
-    """Weights to compute from steps of a run, and to write into a new run folder as the newest of these steps."""
+    """Weights computed from steps of a run, and written to a new run folder under the number of the newest step."""
 
     source: Checkpoints
     records: Mapping[int, Mapping[str, Any]]  # records of the source steps, by step
@@ -82,13 +82,13 @@ def average_steps(
     what: str = WEIGHTS,
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
 ) -> WrittenWeights:
-    """Writes the mean of the weights of several steps into a new run folder, as the newest of these steps.
+    """Writes the mean weights of several steps to a new run folder, under the number of the newest step.
 
     The mean is computed in float64 and rounded once to the leaf's dtype. Integer leaves must be equal in all steps.
-    what: 'params', or 'ema' for the mean of the moving averages; frozen parameters have no moving average, so their
-    parameter values are averaged. on_bytes: called with (bytes written, total bytes).
-    Raises: BadInput if the steps do not match or the folder is in use; Stop (CHECKPOINT_CORRUPT) naming the damaged
-    leaf of a source, Stop (STORAGE) if the result cannot be written.
+    what: 'params', or 'ema' for the mean of the moving averages. For frozen parameters, which have no moving average,
+    'ema' uses the parameter values. on_bytes: called with (bytes written, total bytes).
+    Raises: BadInput if the steps do not match or the folder is in use, Stop (CHECKPOINT_CORRUPT) if a source is
+    damaged, Stop (STORAGE) if the result cannot be written.
     """
     records = {step: require_step(source.directory / str(step), LEAVE_OUT) for step in sorted(set(steps))}
     leaves, newest, run = common_leaves(records, what), records[max(records)], source.directory.parent
@@ -114,7 +114,7 @@ def mean(pieces: Iterator[np.ndarray], name: str) -> np.ndarray:
         elif not exact:
             total += piece
         elif not np.array_equal(total, piece):
-            raise BadInput(f"{name} is {piece.dtype} but differs between steps; integers cannot be averaged")
+            raise BadInput(f"{name} ({piece.dtype}) cannot be averaged and must be equal in all steps; use other steps")
     assert total is not None and dtype is not None, "there is a piece of each step"
     if not exact:
         total /= count
@@ -128,21 +128,19 @@ def merge_lora(
     what: str = WEIGHTS,
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
 ) -> WrittenWeights:
-    """Writes a step with merged LoRA adapters, W + scale A B, computed in float64 and rounded once.
+    """Writes a step with merged LoRA adapters to a new run folder, whose config has no adapters.
 
-    The config in the new run folder has no adapters.
+    The merged weights W + scale A B are computed in float64 and rounded once.
     what: 'params', or 'ema' to merge the moving average of the adapters. on_bytes: called with (bytes written, total).
-    Raises: BadInput if the run has no adapters or the folder is in use; Stop (CHECKPOINT_CORRUPT) naming the damaged
-    leaf, Stop (STORAGE) if the result cannot be written.
+    Raises: BadInput if the run has no adapters or the folder is in use, Stop (CHECKPOINT_CORRUPT) if the step is
+    damaged, Stop (STORAGE) if the result cannot be written.
     """
     folder, run = source.directory / str(step), source.directory.parent
     record = require_step(folder, LEAVE_OUT)
     lora = from_dict(LoraConfig, record["run"].get("config", {}).get("lora") or {}, f"{folder}: lora")
     adapters = {name: leaf for name, leaf in weight_leaves(record["leaves"], what).items() if is_adapter(name)}
     if not lora.on or not adapters:
-        raise BadInput(
-            f"step {step} has no adapters in {what}; merge_lora applies only to a run with lora.rank above 0"
-        )
+        raise BadInput(f"step {step} has no LoRA adapters in {what}; choose a run with lora.rank above 0")
     leaves = {name: found for name, found in weight_formats(record, WEIGHTS).items() if not is_adapter(name)}
     sources = {"of": os.fspath(run), "what": what, "step": step, "record": record["sha256"], "lora": to_dict(lora)}
     arrays = ArrayReader(folder)
@@ -175,7 +173,7 @@ def merge_lora(
 def with_adapter(piece: np.ndarray, box: Box, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
     """Returns one box of W + scale A B in the dtype of W. piece: the values of W in the box.
 
-    W may be a stack of matrices (of layers, experts or both). A and B then have the same leading stack axes.
+    W may have leading axes for layers and experts. A and B have the same leading axes.
     """
     stacked = a.ndim + b.ndim - piece.ndim - 2
     count = a.ndim - stacked - 1
@@ -211,7 +209,7 @@ def write_weights(recipe: DerivedWeights, workdir: Any, on_bytes: Callable[[int,
             write_main_list(unfinished)
             if damages := verify_folder(unfinished, finished=False).damages:
                 raise Stop(
-                    Exit.STORAGE, f"{unfinished} differs from what was written: {damages[0]}; run the command again"
+                    Exit.STORAGE, f"{unfinished} differs from what was written: {damages[0]}; check the disk and retry"
                 )
             if recipe.config is not None:
                 paths.write_json(destination.parent / "config.json", recipe.config)
@@ -219,26 +217,28 @@ def write_weights(recipe: DerivedWeights, workdir: Any, on_bytes: Callable[[int,
             commit(unfinished, final)
     except OSError as error:
         raise Stop(
-            Exit.STORAGE, f"{unfinished} cannot be written: {error.strerror or error}; run the command again"
+            Exit.STORAGE, f"{unfinished} cannot be written: {error.strerror or error}; fix this and retry the command"
         ) from None
     return WrittenWeights(recipe.step, len(recipe.leaves), recipe.num_bytes)
 
 
 def common_leaves(records: Mapping[int, Mapping[str, Any]], what: str) -> dict[str, list]:
-    """Returns {'w' for 'params/w': [shape, dtype]}. Raises BadInput if this differs between steps, or is empty."""
+    """Same as weight_formats() for several steps. Raises BadInput if the steps differ or have no leaves."""
     newest = max(records)
     below = {step: weight_formats(record, what) for step, record in records.items()}
     if not below[newest]:
         tops = sorted({name.partition("/")[0] for name in records[newest]["leaves"]})
-        raise BadInput(f"--what={what}: step {newest} has no such leaves, only {', '.join(tops)}")
+        raise BadInput(f"--what={what}: step {newest} contains only {', '.join(tops)}; use --what=params")
     for step, leaves in below.items():
         if wrong := sorted(name for name in leaves | below[newest] if leaves.get(name) != below[newest].get(name)):
-            raise BadInput(f"steps {step} and {newest} differ in the shape or dtype of {what}/{wrong[0]}; exclude one")
+            raise BadInput(
+                f"steps {step} and {newest} differ in the shape or dtype of {what}/{wrong[0]}; exclude one of them"
+            )
     return below[newest]
 
 
 def weight_formats(record: Mapping[str, Any], what: str) -> dict[str, list]:
-    """Returns {'w' for 'params/w': [shape, dtype]} of one record, for the leaves of the group `what`."""
+    """Returns {name: [shape, dtype]} of the leaves in the group `what`. Names exclude the group: 'w' for 'params/w'."""
     leaves = record["leaves"]
     return {name: leaves[leaf][:2] for name, leaf in weight_leaves(leaves, what).items()}
 
@@ -247,14 +247,14 @@ def prepare_folder(workdir: Any, sources_key: str, copied: Sequence[str]) -> Any
     """Makes and returns the checkpoint folder of a new run. Raises BadInput if the run folder has unrelated files."""
     folder = paths.absolute(workdir)
     if used := foreign_entry(folder, sources_key, copied):
-        raise BadInput(f"--to={workdir} is not empty, it contains {used}; choose a new folder")
+        raise BadInput(f"--to={workdir} is not empty: it contains {used}; choose a new folder")
     paths.make_run_dir(folder)
     paths.make_run_dir(folder / "checkpoints")
     return folder / "checkpoints"
 
 
 def foreign_entry(folder: Any, sources_key: str, copied: Sequence[str]) -> str | None:
-    """Returns the name of an entry in the folder that is not from a killed attempt, or None."""
+    """Returns the name of a folder entry that an interrupted attempt did not write, or None."""
     checkpoints, config = folder / "checkpoints", folder / "config.json"
     if not folder.exists():
         return None
@@ -298,7 +298,7 @@ def write_leaves(recipe: DerivedWeights, folder: Any, on_bytes: Callable[[int, i
 def add_fingerprints(
     pieces: Iterator[np.ndarray], sums: dict[int, int], name: str, position: Mapping[str, Any]
 ) -> Iterator[np.ndarray]:
-    """Yields each step's piece, and adds the fingerprint of the piece to the sum of that step."""
+    """Yields the piece of each step, and adds the fingerprint of the piece to `sums[step]`."""
     for step in sums:
         piece = read_source(lambda: next(pieces), step, name)
         sums[step] += host_fingerprint(piece, **position)
@@ -311,7 +311,7 @@ def open_leaf(arrays: ArrayReader, step: int, name: str) -> tensorstore.TensorSt
 
 
 def read_source(read: Callable[[], Any], step: int, name: str) -> Any:
-    """Returns read(). Raises Stop (STORAGE) if the storage cannot be reached, Stop (CHECKPOINT_CORRUPT) otherwise."""
+    """Returns read(). On errors raises Stop: STORAGE if the storage cannot be reached, else CHECKPOINT_CORRUPT."""
     try:
         return read()
     except Exception as error:  # TensorStore raises several types for corrupt bytes

@@ -29,7 +29,7 @@ BLOCK_WORDS = 1 << 16  # a block and its two temporaries fit the second-level ca
 
 
 def fingerprints(leaves: Sequence[Any]) -> list[int]:
-    """Returns a uint32 checksum of every leaf, which depends on the value and position of each element.
+    """Returns a uint32 checksum of each leaf that depends on the values and positions of its elements.
 
     Each word is mixed with its position by a bijection, and the results are summed modulo 2**32, so the checksum does
     not depend on the sharding. A single flipped bit is always detected; any other change is missed with a probability
@@ -61,7 +61,7 @@ def make_fingerprints(out_sharding: Any) -> Any:
 
 
 def fingerprint(array: jax.Array) -> jax.Array:
-    """Returns the sum, as uint32[], of the array's words, each mixed with its position."""
+    """Returns the fingerprint of one array, uint32[]: the sum of its words, each mixed with its position."""
     words = as_words(on_device(array))
     position = jnp.zeros(words.shape, jnp.uint32)
     for axis, size in enumerate(words.shape):
@@ -95,10 +95,10 @@ def as_words(array: jax.Array) -> jax.Array:
 
 
 def host_fingerprint(array: Any, *, start: Sequence[int] = (), shape: Sequence[int] | None = None) -> int:
-    """Returns the fingerprint of an array, computed by numpy without a device and with a few MB of memory.
+    """Returns the fingerprint of an array. Uses numpy and a few MB of memory, and no device.
 
     If `array` is a part of a larger array, `start` is the index of its first element in the larger array, and `shape`
-    the larger array's shape. The fingerprints of all parts sum, modulo 2**32, to the fingerprint of the larger array.
+    is the shape of the larger array, whose fingerprint is the sum of the fingerprints of all parts, modulo 2**32.
     """
     array = np.asarray(array)
     size = array.dtype.itemsize
@@ -121,7 +121,7 @@ def host_fingerprint(array: Any, *, start: Sequence[int] = (), shape: Sequence[i
 
 
 def mixed_sums(rows_RN: np.ndarray, bases_R: np.ndarray) -> Iterator[int]:
-    """Yields the sum of mixed words, as in `fingerprint`, for each cache-sized block.
+    """Yields the sum of the mixed words, as in fingerprint(), of each cache-sized block.
 
     rows_RN: words, contiguous within a row. bases_R: uint32 position of each row's first word.
     """
@@ -161,7 +161,7 @@ class Snapshot:
 
 
 def take_snapshot(leaves: Mapping[str, Any]) -> Snapshot:
-    """Dispatches the copy of all device arrays. Python numbers and numpy arrays are copied immediately."""
+    """Dispatches a program that copies all device arrays. Copies Python numbers and numpy arrays immediately."""
     arrays = [leaf for leaf in leaves.values() if isinstance(leaf, jax.Array)]
     copies, fingerprints = copy_program(array_formats(arrays))(arrays) if arrays else ((), None)
     made = iter(copies)

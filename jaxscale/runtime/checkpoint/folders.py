@@ -36,7 +36,7 @@ def all_steps(directory: Any) -> list[int]:
     if not directory.exists():
         return []
     if not directory.is_dir():
-        raise BadInput(f"{directory} is a file, but must be the folder of checkpoints; move it away")
+        raise BadInput(f"{directory} must be the folder of checkpoints, but is a file; move the file away")
     return sorted(int(child.name) for child in directory.iterdir() if is_committed(child))
 
 
@@ -61,7 +61,7 @@ def mark_committed(folder: Any, content: bytes = COMMIT_TEXT.encode()) -> None:
 
 
 def recreate_folder(folder: Any) -> None:
-    """Makes an empty folder for writing a step; removes existing files of a killed process."""
+    """Creates an empty folder for writing a step. Removes the files of an interrupted save."""
     remove_tree(folder)
     if not paths.is_remote(folder):
         paths.make_private(folder)
@@ -89,7 +89,7 @@ def unfinished_folder(directory: Any, step: int) -> Any:
 
 
 def remove_leftovers(directory: Any) -> None:
-    """Removes files of killed saves and removals. Call only while no save is in progress."""
+    """Removes the files of interrupted saves and deletions. Call only while no save is in progress."""
     for child in list(directory.iterdir()) if directory.exists() else ():
         is_unfinished = paths.is_remote(child) and is_step_name(child.name) and not (child / COMMITTED).exists()
         if LEFTOVER.fullmatch(child.name) or is_unfinished and any((child / name).exists() for name in STEP_ENTRIES):
@@ -97,7 +97,7 @@ def remove_leftovers(directory: Any) -> None:
 
 
 def remove_step(directory: Any, step: int) -> None:
-    """Removes a committed step. After a crash during the removal, the remaining files do not count as a step."""
+    """Deletes a committed step. If a crash interrupts the deletion, the remaining files are not listed as a step."""
     folder = directory / str(step)
     crash_point("delete/before")
     fence.ask(folder)
@@ -198,26 +198,26 @@ def copy_file(source: Any, target: Any) -> None:
         raise  # errors of a bucket are both BadInput and OSError
     except OSError as error:
         raise Stop(
-            Exit.STORAGE, f"{target} cannot be written: {error.strerror or error}; run the command again"
+            Exit.STORAGE, f"{target} cannot be written: {error.strerror or error}; fix this and run the command again"
         ) from None
 
 
 @contextlib.contextmanager
 def translate_read_errors(path: Any) -> Iterator[None]:
-    """Converts errors of reading a file to BadInput if the file is missing, else to Stop (STORAGE)."""
+    """Converts read errors to BadInput if the file is missing, else to Stop (STORAGE)."""
     try:
         yield
     except BadInput:
         raise  # errors of a bucket are both BadInput and OSError
     except FileNotFoundError:
-        raise BadInput(f"{path} no longer exists: training deletes old steps; pin the step first") from None
+        raise BadInput(f"{path} no longer exists, because training deletes old steps; pin the step first") from None
     except OSError as error:
         cause = error.strerror or error
         raise Stop(Exit.STORAGE, f"{path} cannot be read: {cause}; fix this and run the command again") from None
 
 
 def read_chunks(path: Any, size: int | None = None) -> Iterator[bytes]:
-    """Yields at most `size` bytes of a file in pieces. Resumes reading an object after a lost connection."""
+    """Yields a file in pieces, up to `size` bytes. Resumes the read of an object after a lost connection."""
     if paths.is_remote(path):
         yield from open_bucket().pieces(os.fspath(path), 0, path.stat().st_size if size is None else size)
         return
@@ -229,7 +229,7 @@ def read_chunks(path: Any, size: int | None = None) -> Iterator[bytes]:
 
 
 def drop_page_cache(path: pathlib.Path) -> None:
-    """Drops the pages of a synced file from the page cache, so that the next read is from the disk."""
+    """Drops a synced file from the page cache, so that it is next read from the disk."""
     if hasattr(os, "posix_fadvise"):  # Linux
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

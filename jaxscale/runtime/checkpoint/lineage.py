@@ -33,13 +33,13 @@ def is_in_history(starts: Mapping[str, int | None], token: str, step: int) -> bo
 
 
 def read_start_step(workdir: Any) -> int:
-    """Returns the step from which the newest start resumed, including from a local copy; 0 if not recorded."""
+    """Returns the step, saved or from a local copy, at which the newest start resumed; 0 if not recorded."""
     recorded = read_optional(workdir / FILE).get("begun")
     return recorded if type(recorded) is int else 0
 
 
 def invalidate_after(workdir: Any, step: int) -> None:
-    """Invalidates existing local copies of steps after `step`. Call in the first process only, which has the lock."""
+    """Invalidates existing local copies of steps after `step`. Call only in the first process, which has the lock."""
     if starts := read_starts(workdir):
         write_starts(workdir, starts, step, {}, min(step, read_start_step(workdir)))
 
@@ -52,6 +52,6 @@ def record_start(workdir: Any, step: int) -> str:
 
 
 def write_starts(workdir: Any, starts: Starts, step: int, new: Starts, begun: int) -> None:
-    """Writes the list of starts, with last valid steps of at most `step`. new: start to append, without this limit."""
+    """Writes the starts, and limits their last valid steps to `step`. new: start to append without this limit."""
     starts = {token: step if last is None else min(last, step) for token, last in starts.items()} | new
     paths.write_json(workdir / FILE, {"starts": dict(list(starts.items())[-MAX_STARTS:]), "begun": begun})

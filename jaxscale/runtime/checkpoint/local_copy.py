@@ -57,7 +57,7 @@ PieceKey = tuple[tuple[int, ...], tuple[int, ...]]  # (start of a piece in its a
 
 
 def write_copy(path: pathlib.Path, leaves: Mapping[str, jax.Array], description: Mapping[str, Any]) -> None:
-    """Writes this process's pieces and the description to a file, atomically. Raises OSError."""
+    """Atomically writes this process's pieces of the arrays and their description to a file. Raises OSError."""
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED_SUFFIX}")
     try:
         with open(unfinished, "xb", opener=paths.open_private) as file:
@@ -161,7 +161,7 @@ class LocalCopy:
 
 
 class LocalStore:
-    """Local copies of one run in a folder of the host. The constructor raises BadInput if the folder is not usable."""
+    """Local copies of one run in a folder of the host. The constructor raises BadInput if the folder cannot be used."""
 
     def __init__(self, folder: str, checkpoints: Any):
         """folder: checkpoint.local.folder. checkpoints: folder of the run's checkpoints, which identifies the run."""
@@ -176,7 +176,7 @@ class LocalStore:
             cause = error.strerror or error
             raise BadInput(
                 f"checkpoint.local.folder={folder} cannot be used on this host: {given}: {cause}; choose a folder "
-                "that exists on every host and that this user can write"
+                "that this user can write on every host"
             ) from None
 
     @property
@@ -208,7 +208,7 @@ class LocalStore:
         return found, unreadable
 
     def keep_only(self, names: Collection[str], owner: int | None = None) -> None:
-        """Removes all files except the named copies. owner: remove only this owner's files, and create its folder."""
+        """Removes all files except the named copies. owner: clean only the folder of this process."""
         if owner is not None:
             (self.folder / str(owner)).mkdir(mode=0o700, parents=True, exist_ok=True)
         folders = self.folder.iterdir() if owner is None else [self.folder / str(owner)]
@@ -237,7 +237,7 @@ class PendingCopy(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class LocalSaver:
-    """Writes the local copies of one start of a run. All processes construct it at the same point of the program."""
+    """Writes local copies of the state until the process ends. Construct it at the same step in all processes."""
 
     cfg: LocalConfig
     store: LocalStore
@@ -260,7 +260,7 @@ class LocalSaver:
         self.thread.start()
 
     def offer(self, step: int, state: Any, run: Callable[[int], Mapping[str, Any]], health: str) -> bool:
-        """Dispatches a copy of the state if due after this step; returns True if dispatched. Call in all processes."""
+        """Dispatches a copy of the state if one is due; returns True if it was dispatched. Call in all processes."""
         if step < self.next_step:
             return False
         key = f"{self.root}/at/{step}"
@@ -277,7 +277,7 @@ class LocalSaver:
         return True
 
     def decide(self, step: int) -> tuple[bool, int, int]:
-        """Returns (copy now, steps until the next decision, base). Runs in the first process only."""
+        """Returns (whether to copy now, steps until the next decision, LocalCopy.base). Call in the first process."""
         now, cfg = self.clock(), self.cfg
         if self.last_copy_step is None:
             self.last_copy_time, self.last_copy_step = now, step  # the time before includes compilation
@@ -298,13 +298,13 @@ class LocalSaver:
         return False, max(1, int(left)), -1
 
     def confirm(self, step: int, good: bool) -> None:
-        """Accepts (good) or rejects the copy in progress. Call after the metrics of a step were read."""
+        """Accepts the copy in progress if `good`, else rejects it. Call after the metrics of a step are read."""
         if self.pending is not None and self.pending.job.step <= step:
             self.pending.confirmed.set_result(good)
             self.pending = None
 
     def close(self) -> None:
-        """Ends the thread after the copy in progress; drops a copy that is not confirmed yet."""
+        """Ends the thread after the copy in progress. Discards a copy that is not confirmed yet."""
         self.confirm(2**62, False)
         self.jobs.put(None)
         self.thread.join(JOIN_SECONDS)
@@ -344,7 +344,7 @@ class LocalSaver:
         crash_point("local/everywhere")
 
     def write(self, pending: PendingCopy, name: str) -> None:
-        """Writes this process's part to the local folder and sends it to the neighbour. Raises errors unchanged."""
+        """Writes this process's part to the local folder and sends it to the neighbour host."""
         job, protected = pending.job, [self.newest] if self.newest else []
         record = make_record(job)
         self.store.keep_only(protected, self.owner)
@@ -357,7 +357,7 @@ class LocalSaver:
 
 
 def join_causes(found: list[str | None]) -> str:
-    """Returns one line with the failures of the processes, or '' if there are none. found: cause or None by process."""
+    """Returns one line with the failures of all processes, or ''. found: cause of failure or None for each process."""
     failed = [(process, cause) for process, cause in enumerate(found) if cause]
     shown = [f"process {process}: {cause}" if len(found) > 1 else cause for process, cause in failed[:MAX_SHOWN]]
     return "; ".join(shown) + (f"; and {len(failed) - MAX_SHOWN} more" if len(failed) > MAX_SHOWN else "")

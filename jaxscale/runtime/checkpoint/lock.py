@@ -37,7 +37,7 @@ JOIN_SECONDS = 5.0  # timeout of a renewal in progress when the run ends
 class RunLock:
     """The lock of a work folder, as a context manager.
 
-    Only the first process of a run enters the context. Without entering, every check passes.
+    Only the first process of a run enters the context. In the other processes, every check passes.
     Raises: Stop (LOCK_HELD) if a different run has the lock, BadInput if the folder cannot be created or written.
     """
 
@@ -67,7 +67,7 @@ class RunLock:
         try:
             self.acquire()
         except Unreachable as error:
-            raise Stop(Exit.STORAGE, f"{self.workdir} cannot be reached: {error}") from None
+            raise Stop(Exit.STORAGE, f"{self.workdir} cannot be reached: {error}; check the storage") from None
         self.reached = self.clock()
         self.fence.enter_context(fence.fenced(self.workdir, self.check))
         self.thread = threading.Thread(target=self.work, name="run-lock", daemon=True)
@@ -127,7 +127,7 @@ class RunLock:
         return living  # the flock alone proves nothing: a child process may hold it after its parent has ended
 
     def expiry_seconds(self, state: LockState) -> float:
-        """Returns the seconds without a renewal after which an owner is considered dead: three of the longer leases."""
+        """Returns the seconds without a renewal after which an owner is considered dead (LEASES x longer lease)."""
         theirs = state.owner.lease_seconds if state.owner else None
         return LEASES * max(self.cfg.lease_seconds, theirs or 0.0)
 
@@ -168,12 +168,12 @@ class RunLock:
         self.lost = Exit.LOCK_HELD, line
 
     def poll(self) -> None:
-        """Checks that this process still holds the lock; called after every step.
+        """Checks that this process still holds the lock. Call after every step.
 
-        Reads no files unless the process was suspended for three lease periods. In that case the method makes a short
-        request, unless a request of the renewal thread is in progress.
-        Raises: Stop with LOCK_HELD if the lock was lost, and with STORAGE if the folder was moved, deleted or
-        unreachable for too long.
+        Reads files only if the process was suspended for three lease periods. It then makes one short request, unless
+        the renewal thread is making a request.
+        Raises: Stop (LOCK_HELD) if the lock was lost, Stop (STORAGE) if the folder was moved, deleted or unreachable
+        for too long.
         """
         silent = self.clock() - self.reached
         if self.store is not None and not self.cause and silent > LEASES * self.cfg.lease_seconds:
@@ -183,12 +183,12 @@ class RunLock:
         if self.cause and 0 < self.cfg.outage_seconds < silent:
             raise Stop(
                 Exit.STORAGE,
-                f"{self.workdir} could not be reached for {silent:.0f} s (lock.outage_seconds="
-                f"{self.cfg.outage_seconds:g}): {self.cause}; restart the run when the folder can be reached",
+                f"{self.workdir} was unreachable for {silent:.0f} s, longer than lock.outage_seconds="
+                f"{self.cfg.outage_seconds:g}: {self.cause}; restart the run when the storage responds",
             )
 
     def check_quickly(self) -> None:
-        """Checks the lock with one short request, after a suspension that also stopped the renewal thread."""
+        """Checks the lock with one short request. Called after a suspension, which also stops the renewal thread."""
         if self.lost is not None or not self.request_lock.acquire(blocking=False):
             return
         try:
@@ -200,7 +200,7 @@ class RunLock:
             self.request_lock.release()
 
     def look(self, quick: bool = False) -> None:
-        """Reads the lock from storage and records if the lock is lost. Raises the errors of the storage."""
+        """Reads the lock from storage and records whether it is lost. Raises storage errors."""
         try:
             if self.lost is None and not self.store.is_owned_by(self.me, quick=quick):
                 self.lose()

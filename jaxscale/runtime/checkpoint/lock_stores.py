@@ -37,7 +37,7 @@ BOOT_ID = "/proc/sys/kernel/random/boot_id"  # proc(5): differs between machines
 
 @dataclasses.dataclass(frozen=True)
 class LockOwner:
-    """The process that owns a lock. Times are only displayed: clocks of different machines are never compared."""
+    """The process that owns a lock. Times are for display only, because clocks of machines differ."""
 
     token: str
     host: str
@@ -99,7 +99,7 @@ def read_owner(content: bytes) -> LockOwner | None:
 def is_alive(
     owner: LockOwner, me: LockOwner, state_of: Callable[[int], tuple[str, int] | None] | None = None
 ) -> bool | None:
-    """Returns True if the owner's process runs, False if it has ended, None if stopped (SIGSTOP) or not visible."""
+    """Returns True if the owner's process runs, False if it has ended, None if it is stopped or not visible."""
     if not owner.same_kernel(me) or owner.namespace != me.namespace:
         return None
     state = (state_of or process_state)(owner.pid)
@@ -109,7 +109,7 @@ def is_alive(
 
 
 def process_state(pid: int) -> tuple[str, int] | None:
-    """Returns (state letter, start time in kernel ticks) of a local process; None without the process or /proc."""
+    """Returns (state letter, start time in kernel ticks) of a local process; None if unknown."""
     text = first_line(f"/proc/{pid}/stat")
     fields = text.rpartition(")")[2].split()  # the name in parentheses may contain any characters
     return (fields[0], int(fields[19])) if len(fields) > 19 else None
@@ -143,7 +143,7 @@ class LockState(NamedTuple):
 
 
 class FileLock:
-    """Lock stored as a file named `lock`. Its owner has the file open and holds the file's flock."""
+    """Lock stored as a file named `lock`. The owner keeps the file open and holds its flock."""
 
     def __init__(self, folder: pathlib.Path):
         self.path = folder / "lock"
@@ -151,9 +151,9 @@ class FileLock:
         self.folder_id: tuple[int, int] | None = None  # device and inode of the folder; None as for `handle`
 
     def read_state(self) -> LockState | None:
-        """Returns the state of the lock, or None if no lock exists. Raises BadInput if it is not a regular file."""
+        """Returns the state of the lock, or None if no lock exists. Raises BadInput for a symbolic link."""
         if self.path.is_symlink():
-            raise BadInput(f"{self.path} is a link, but the lock of a run must be a file; move it away")
+            raise BadInput(f"{self.path} must be a regular file, but is a symbolic link; remove the link")
         try:
             handle = paths.open_to_write(self.path, os.O_RDWR)
         except FileNotFoundError:
@@ -177,9 +177,9 @@ class FileLock:
         return True
 
     def replace(self, owner: LockOwner, state: LockState, *, steal: bool) -> bool:
-        """Replaces the lock if its state has not changed, or always with `steal`; returns True if now owned.
+        """Replaces the lock if it has not changed since `state`, or if `steal`. Returns True on success.
 
-        Makes a new file, so that late writes of the old owner have no effect.
+        Creates a new file, so that late writes by the old owner have no effect.
         """
         temporary = self.path.with_name(f".lock.{owner.token}")
         self.flock_and_write(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), owner)
@@ -231,7 +231,7 @@ class FileLock:
         return False
 
     def check_folder(self, until: float) -> None:
-        """Waits until the given time. Raises Moved if the folder is gone; its files may be deleted first."""
+        """Waits until the given time. Raises Moved if the folder is moved or deleted, possibly after its files."""
         while self.folder_id == folder_id(self.path.parent):
             if time.monotonic() >= until:
                 return
@@ -273,7 +273,7 @@ class ObjectLock:
         self.generation = 0
 
     def read_state(self, bucket: Bucket | None = None) -> LockState | None:
-        """Returns the state of the lock, or None if no lock exists. The age is from the clock of the bucket."""
+        """Returns the state of the lock, or None if no lock exists. The age is measured by the bucket's clock."""
         found = (bucket or self.bucket).look(self.url)
         return None if found is None else LockState(read_owner(found.content), found.generation, None, found.age)
 
@@ -286,7 +286,7 @@ class ObjectLock:
         return self.write(owner, state.version)
 
     def renew(self, owner: LockOwner) -> None:
-        """Renews the lock with a single try. Raises Changed if the lock belongs to a different owner."""
+        """Renews the lock without retries. Raises Changed if the lock belongs to a different owner."""
         if not self.write(owner, self.generation, self.single_try):
             raise Changed(self.url)
 
@@ -297,7 +297,7 @@ class ObjectLock:
         return found is not None and owner.is_same(found.owner)
 
     def write(self, owner: LockOwner, generation: int, bucket: Bucket | None = None) -> bool:
-        """Replaces the object of this generation (0: creates it); returns False if the generation has changed."""
+        """Replaces the object if it has this generation (0: creates it). Returns False if the generation differs."""
         bucket = bucket or self.bucket
 
         def attempt() -> bool:
@@ -314,7 +314,7 @@ class ObjectLock:
         return bucket.patiently(attempt, self.url)
 
     def remove(self, owner: LockOwner) -> None:
-        """Removes the lock, with a limited number of tries. A lock that is not removed expires."""
+        """Removes the lock, with a limited number of retries. If all of them fail, the lock expires."""
         bucket = dataclasses.replace(self.bucket, attempts=REMOVE_TRIES)
         with contextlib.suppress(Changed, Unreachable, FileNotFoundError):  # FileNotFoundError: a response was lost
             bucket.patiently(lambda: bucket.delete(self.url, self.generation), self.url)
@@ -331,14 +331,14 @@ def folder_id(folder: pathlib.Path) -> tuple[int, int] | None:
 
 @contextlib.contextmanager
 def folder_lock(folder: Any, doing: str) -> Iterator[None]:
-    """Locks a local folder with flock until the block ends. Raises BadInput with the text `doing` if it is locked."""
+    """Locks a local folder until the block ends. Raises BadInput if it is locked. doing: activity in the message."""
     if paths.is_remote(folder):
         yield
         return
     handle = os.open(folder, os.O_RDONLY)  # locks the folder itself, so that no lock file remains
     try:
         if flock(handle) is False:
-            raise BadInput(f"another process is {doing} {folder} now; wait until it ends, or choose a new folder")
+            raise BadInput(f"another process is {doing} {folder}; wait until it ends, or choose a different folder")
         yield
     finally:
         os.close(handle)

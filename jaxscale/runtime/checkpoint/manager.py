@@ -56,7 +56,7 @@ class Checkpoints:
         """Args:
         note: receives every event. may_commit: raises Stop if the run's lock is lost. reports: makes poll() report a
         failure after the same step in all processes; may be None for a single process, or if poll() is not called.
-        phase: context manager of the watchdog that is entered by the saving thread.
+        phase: context manager of the watchdog that the saving thread enters.
         """
         self.directory, self.cfg, self.note = paths.absolute(directory), cfg, note
         self.reports = reports or SharedReports()
@@ -95,7 +95,7 @@ class Checkpoints:
         return folders.all_steps(self.directory)
 
     def newest(self, before: int | None = None, health: str | None = None) -> int | None:
-        """Returns the newest step with a valid record, optionally below `before` and with this health; else None."""
+        """Returns the newest step with a valid record (and below `before`, and with this health, if given), or None."""
         for step in reversed([step for step in self.all_steps() if before is None or step < before]):
             folder = self.directory / str(step)
             try:
@@ -152,8 +152,8 @@ class Checkpoints:
     def fall_back(self, step: int | None, error: Stop, log: Callable[[str], None] = print) -> int | None:
         """Moves a damaged step aside, with a warning and an event; returns the newest readable older step.
 
-        Raises `error` if no older step exists, if its code is not CHECKPOINT_CORRUPT, or for on_corrupt=stop. The only
-        step is not moved, so that a run with lost checkpoints never silently starts again. Call in all processes.
+        Raises `error` if no older step exists, if the code of `error` is not CHECKPOINT_CORRUPT, or if on_corrupt=stop.
+        The only step is not moved, so that a run never silently starts from scratch. Call in all processes.
         """
         if step is None or error.code != Exit.CHECKPOINT_CORRUPT or self.cfg.on_corrupt == "stop":
             raise error
@@ -167,7 +167,7 @@ class Checkpoints:
         return self.next_readable(log)
 
     def log_changed_files(self, step: int, log: Callable[[str], None], small: bool = False) -> None:
-        """Logs changed files of a bitwise correct step. small: check only the files other than the arrays."""
+        """Logs damaged files of a step whose arrays are correct. small: skip the array files."""
         if changed := restore.changed_files_message(self.directory / str(step), small):
             self.warn(step, changed, log)
 
@@ -190,7 +190,7 @@ class Checkpoints:
         return moved
 
     def set_aside_after(self, step: int, reason: str) -> list[int]:
-        """Moves all steps after `step` aside; returns their numbers. Starts with the newest: a crash leaves no gap."""
+        """Moves all steps after `step` aside, newest first, so that a crash leaves no gap. Returns their numbers."""
         self.join()
         later = agreed(lambda: [found for found in self.all_steps() if found > step])
         for found in reversed(later):
@@ -198,7 +198,7 @@ class Checkpoints:
         return later
 
     def check_room(self, abstract_state: Any, log: Callable[[str], None] = print) -> None:
-        """Warns if the disk lacks space for the checkpoints. Raises Stop (NO_GO) as write.check_before_run() does."""
+        """Warns if the disk lacks space for the checkpoints. Raises the errors of write.check_before_run()."""
         needed = write.state_bytes(named_leaves(abstract_state).values())
         check = lambda: write.check_before_run(self.directory, needed, self.cfg.keep_last, self.all_steps())
         if (warning := agreed(check)) and jax.process_index() == 0:
@@ -213,7 +213,7 @@ class Checkpoints:
 
     @property
     def retry_due(self) -> bool:
-        """Returns True if a save is due regardless of the schedule, because the last save failed or was postponed."""
+        """Returns True if a save is due outside the schedule, because the last save failed or was postponed."""
         return self.due and not self.postponed
 
     def save(
@@ -232,8 +232,8 @@ class Checkpoints:
         has not ended, the new save is postponed, and `retry_due` becomes true when the save in progress ends, so
         training continues while storage is slow or unreachable. `poll` reports failures.
         state: any pytree of arrays and Python numbers. run: JSON data. health: "clean" or "suspect". metrics: metrics
-        of this state, such as validation/loss. wait: True for the last save of a run: waits for the commit, and
-        retries if necessary.
+        of this state, such as validation/loss. wait: wait for the commit, and retry if necessary, as in the last save
+        of a run.
         """
         began = time.monotonic()
 
@@ -258,7 +258,7 @@ class Checkpoints:
         return time.monotonic() - began
 
     def save_now(self, step: int, start: Callable[[], None]) -> None:
-        """Saves and waits for the commit, with up to max_failed_saves attempts. Raises Stop (STORAGE) if all failed."""
+        """Saves and waits for the commit, with up to max_failed_saves attempts. Raises Stop (STORAGE) if all fail."""
         self.join()
         self.take_failure()
         for attempt in range(1, self.cfg.max_failed_saves + 1):
@@ -305,7 +305,7 @@ class Checkpoints:
             raise self.storage_error(*failure)
 
     def join(self) -> None:
-        """Waits until no save is in progress. Raises Stop after max_save_seconds or if a retry cannot help."""
+        """Waits until no save is in progress. Raises Stop after max_save_seconds, or if the error is permanent."""
         left = self.cfg.max_save_seconds - (time.monotonic() - self.saver.began)
         if not self.saver.join(max(0.0, left)):
             raise self.timeout_error()
@@ -321,9 +321,9 @@ class Checkpoints:
         return failure
 
     def close(self, most_seconds: float | None = None) -> None:
-        """Waits for the save in progress, unless max_save_seconds have passed. Raises the errors of wait().
+        """Waits for the save in progress, unless it has taken more than max_save_seconds. Raises the errors of wait().
 
-        most_seconds: limit of the wait; after this time the method returns without an error.
+        most_seconds: timeout after which the method returns without an error.
         """
         self.wait_prepared()  # exiting the interpreter during compilation would end in a crash
         if self.busy and time.monotonic() - self.saver.began > self.cfg.max_save_seconds:

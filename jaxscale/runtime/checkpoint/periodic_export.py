@@ -57,7 +57,7 @@ class Exporter:
                 self.request(step)
 
     def request(self, step: int) -> None:
-        """Requests an export of a step, which starts after the current export unless a newer step is requested."""
+        """Requests an export of a step. It starts after the current export, unless a newer step is requested first."""
         self.last_requested = step
         try:
             pin(self.workdir / "checkpoints", step, OURS)
@@ -163,7 +163,7 @@ class Exporter:
             thread.join(LOOK_SECONDS)  # with a timeout, so that signals are handled
 
     def abort(self) -> None:
-        """Kills the current export. The pin remains, so the next start resumes the export."""
+        """Kills the current export. Its step stays pinned, so the next start resumes the export."""
         with self.lock:
             self.ended = True
             child = self.child
@@ -181,7 +181,7 @@ def periodic_exports(
     primary: bool,
     make_exporter: Callable[..., Exporter] = Exporter,
 ) -> Iterator[Note]:
-    """Yields a Note function that also exports saved steps. Raises BadInput if a push cannot succeed."""
+    """Yields a function that writes events and exports saved steps. Raises BadInput if a push cannot succeed."""
     if not cfg.every_steps or not primary:
         yield note
         return
@@ -206,18 +206,16 @@ def check_endpoint(with_token: bool) -> None:
     """Raises BadInput if the token would be sent unencrypted."""
     address = urllib.parse.urlsplit(os.environ.get(ENDPOINT) or "https://huggingface.co")
     if with_token and address.scheme != "https" and not is_loopback(address.hostname or ""):
-        raise BadInput(f"{ENDPOINT}={address.geturl()} would send the token unencrypted; give an https:// address")
+        raise BadInput(f"{ENDPOINT}={address.geturl()} would send the token unencrypted; use an https:// address")
 
 
 def check_push(name: str, folder: Any = None) -> None:
-    """Raises BadInput if a push to the Hub cannot succeed. Call before the conversion. name: OWNER/NAME."""
+    """Raises BadInput if a push to the Hub cannot succeed. Call before the export. name: OWNER/NAME."""
     check_hub_name("push", name)
     if folder is not None and paths.is_remote(folder):
-        raise BadInput(
-            f"--push needs a local folder, but {folder} is remote; export to a local folder and push from there"
-        )
+        raise BadInput(f"--push requires a local folder, but {folder} is remote; export to a local folder")
     if not packages.is_installed("huggingface_hub"):
-        raise BadInput("--push needs huggingface_hub: pip install 'jaxscale[hub]'")
+        raise BadInput("--push requires huggingface_hub; install it with pip install 'jaxscale[hub]'")
     check_endpoint(True)
     if not os.environ.get(TOKEN, "").strip():
-        raise BadInput(f"--push needs a token with write access in the environment variable {TOKEN}")
+        raise BadInput(f"--push requires a token with write access; set the environment variable {TOKEN}")

@@ -27,13 +27,13 @@ def read_record(folder: Any) -> dict[str, Any]:
     """
     record = paths.read_json(folder / RECORD)
     if not is_sealed(record):
-        raise BadInput("its sha256 does not match its content")
+        raise BadInput("the sha256 of the record does not match its content")
     if is_step_name(folder.name):  # folders of unfinished and set-aside steps have other names
         step = int(folder.name)
         for recorded in (record.get("step", step), (record.get("run") or {}).get("step", step)):
             if recorded != step:
                 raise BadInput(
-                    f"it is the record of step {recorded}: the content of {step} was moved, copied or linked there"
+                    f"the folder contains the record of step {recorded}; restore the original folder of step {step}"
                 )
     return record
 
@@ -71,7 +71,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def weight_leaves(leaves: Iterable[str], what: str) -> dict[str, str]:
-    """Returns {'w': 'params/w'} for the leaves of a group; 'ema' includes frozen parameters, which have no average."""
+    """Returns {'w': 'params/w'} for the leaves of a group. For 'ema', adds frozen parameters, which have no average."""
     found = {name.removeprefix(f"{what}/"): name for name in leaves if name.startswith(f"{what}/")}
     if what != "ema" or not found:
         return found
@@ -94,7 +94,7 @@ def leaf_text(described: list | None) -> str:
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the content as JSON types (tuples become lists), with the added key `sha256`, a digest of the content."""
+    """Returns the content as JSON types (tuples become lists) with the key `sha256`, a digest of the content."""
     plain: dict[str, Any] = json.loads(json.dumps(content))
     return plain | {"sha256": digest(plain)}
 
@@ -120,7 +120,7 @@ def write_last_good(directory: Any, step: int, *, verified: bool, health: str, s
 
 
 def remove_last_good(directory: Any, step: int) -> None:
-    """Removes last_good.json if it names this step, so that a moved step is not reported as missing."""
+    """Removes last_good.json if it names this step. Call before a step is moved, so that it is not reported missing."""
     found = read_last_good(directory)
     if found and found["step"] == step:
         fence.ask(directory)

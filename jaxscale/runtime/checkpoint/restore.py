@@ -66,10 +66,10 @@ def restore_state(folder: Any, abstract_state: Any, partial: bool) -> Any:
 
 
 def changed_files_message(folder: Any, small: bool = False) -> str:
-    """Returns a message about changed files of a bitwise correct step, or '' if there are none.
+    """Returns a message about damaged files of a step whose arrays are correct, or '' if there are none.
 
-    The changed bytes belong to no array, so training may resume from the step, but the disk may be failing. Each
-    process checks its share of the files; call in all processes. small: check only the files other than the arrays.
+    The damaged bytes belong to no array, so training may resume from the step, but the disk may be failing. Each
+    process checks its share of the files; call in all processes. small: skip the array files.
     """
     _, share, shares, _ = this_process()
     try:
@@ -130,8 +130,8 @@ def raise_read_error(folder: Any, item: str, cause: str, is_storage: bool) -> No
     if is_storage:
         raise Stop(
             Exit.STORAGE,
-            f"step {folder.name} cannot be reached: {item} in {folder / item}: {cause}; nothing was changed; restart "
-            "when the storage responds",
+            f"step {folder.name} cannot be reached: {item} in {folder / item}: {cause}; nothing was changed; "
+            "restart when the storage responds",
         )
     raise UnreadableCheckpoint(item, cause)
 
@@ -147,7 +147,7 @@ def check_formats(folder: Any, saved: Mapping, wanted: Mapping, partial: bool) -
         more = f"; and {len(differences) - MAX_SHOWN} more" if len(differences) > MAX_SHOWN else ""
         raise Stop(
             Exit.CONFIG_MISMATCH,
-            f"{folder} does not fit: {'; '.join(differences[:MAX_SHOWN])}{more}; "
+            f"{folder} does not match this config: {'; '.join(differences[:MAX_SHOWN])}{more}; "
             "use the config of the checkpoint, or choose a different --workdir",
         )
 
@@ -155,7 +155,7 @@ def check_formats(folder: Any, saved: Mapping, wanted: Mapping, partial: bool) -
 def newest_readable_step(checkpoints: Any, log: Callable[[str], None], before: int | None = None) -> int | None:
     """Returns the newest step (below `before`) with a valid record, or None if there are no steps.
 
-    Logs skipped steps, and moves no folders. Call in all processes.
+    Logs skipped steps, but does not move them. Call in all processes.
     Raises: Stop (CHECKPOINT_CORRUPT) if steps exist but none has a valid record.
     """
     steps = agreed(lambda: [step for step in checkpoints.all_steps() if before is None or step < before])
@@ -181,10 +181,10 @@ def record_error(checkpoints: Any, step: int) -> str:
 
 
 def warn_if_last_good_lost(checkpoints: Any, log: Callable[[str], None]) -> None:
-    """Warns, with an event, if the step in last_good.json is missing, was replaced, or lacks its commit file.
+    """Logs a warning and an event if the step in last_good.json is missing, replaced, or without its commit file.
 
-    In a bucket, a step without its commit file would be removed as a killed save, so it is set aside here.
-    Raises Stop (CHECKPOINT_CORRUPT) if no other step exists, because a run must not silently start again.
+    In a bucket, a step without a commit file would be deleted as an interrupted save, so it is set aside first.
+    Raises Stop (CHECKPOINT_CORRUPT) if no other step exists, because a run must not silently start from scratch.
     """
     directory = checkpoints.directory
     good = agreed(lambda: record.load_last_good(directory))
@@ -215,8 +215,8 @@ def warn_if_last_good_lost(checkpoints: Any, log: Callable[[str], None]) -> None
 def is_last_good_set_aside(directory: Any, good: Mapping[str, Any]) -> bool:
     """Returns True if the last good step was set aside by an earlier version, which did not update last_good.json.
 
-    A set-aside step with the same number but a different record does not count, because the step was saved again later.
-    A set-aside step with an unreadable record counts.
+    A set-aside step with a different record is ignored, because the step was saved again later. A set-aside step with
+    an unreadable record is not ignored.
     """
     for moved in folders.set_aside_folders(directory):
         if moved.name.split("-")[1] == str(good["step"]):
@@ -232,7 +232,7 @@ def is_last_good_set_aside(directory: Any, good: Mapping[str, Any]) -> bool:
 def read_leaves(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Returns {name: leaf} with the chunks assigned to this process, for `sum_shared_leaves`. Does not communicate.
 
-    wanted: {name: jax.ShapeDtypeStruct, array or Python number}; the default sharding is the first local device.
+    wanted: {name: jax.ShapeDtypeStruct, array or Python number}; leaves without a sharding use the first local device.
     Raises: DamagedCheckpoint if a shape or dtype differs, and the errors of TensorStore.
     """
     arrays = ArrayReader(folder)
@@ -258,7 +258,7 @@ def read_leaves(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sum_shared_leaves(partial: dict[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns {name: leaf} with the chunks of all processes. Call in all processes. Removes the items of `partial`."""
+    """Returns {name: leaf} with the chunks of all processes. Call in all processes. Empties `partial`."""
     leaves = {name: partial.pop(name) for name, leaf in wanted.items() if not is_shared(leaf)}
     groups: list[list[str]] = []
     size, mesh = 0, None
@@ -287,7 +287,7 @@ def region_devices(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> d
 
 
 def sharding_of(leaf: Any) -> jax.sharding.Sharding:
-    """Returns the sharding of a leaf, or the first local device's sharding for a leaf without one."""
+    """Returns the sharding of a leaf; the default is a SingleDeviceSharding on the first local device."""
     return getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
@@ -298,7 +298,7 @@ def is_device_array(leaf: Any) -> bool:
 
 
 def is_shared(leaf: Any) -> bool:
-    """Returns True if several processes have copies of the same region, and the dtype can be summed as words."""
+    """Returns True if several processes have copies of a region, and the dtype can be summed as unsigned integers."""
     if not is_device_array(leaf) or not isinstance(sharding_of(leaf), jax.sharding.NamedSharding):
         return False
     if leaf.dtype.itemsize not in WORDS or leaf.dtype.name.endswith("int4"):
@@ -308,7 +308,7 @@ def is_shared(leaf: Any) -> bool:
 
 
 def assigned_chunks(store: Any, leaf: Any, turn: int) -> dict[Region, list[Box]]:
-    """Returns {region of a leaf on this process: chunks to read}. turn: index of the leaf, to balance the processes."""
+    """Returns {region of a leaf on this process: chunks to read}. turn: leaf index; rotates the chunks."""
     if not is_device_array(leaf):
         whole = tuple((0, size) for size in store.shape)
         return {whole: chunk_boxes(store, whole)}
@@ -323,7 +323,7 @@ def assigned_chunks(store: Any, leaf: Any, turn: int) -> dict[Region, list[Box]]
 
 
 def make_leaf(leaf: Any, buffers: Mapping[Region, np.ndarray]) -> Any:
-    """Returns the leaf made from host buffers; a shared leaf is returned as words, with zeros for remote chunks."""
+    """Makes a leaf from host buffers. A shared leaf has an unsigned dtype, and zeros for remote chunks."""
     if not is_device_array(leaf):
         (value,) = buffers.values()
         if not hasattr(leaf, "dtype"):
@@ -349,7 +349,7 @@ def make_leaf(leaf: Any, buffers: Mapping[Region, np.ndarray]) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def make_sum(mesh: Any, described: tuple) -> Any:
-    """Returns the jitted sum of words over the mesh axes that are not in the spec. described: [(spec, dtype)]."""
+    """Returns a jitted function that sums arrays over the mesh axes not in their specs. described: [(spec, dtype)]."""
     specs = [spec for spec, _ in described]
 
     def total_of(words: jax.Array, spec: Any, dtype: Any) -> jax.Array:

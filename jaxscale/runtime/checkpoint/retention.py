@@ -35,7 +35,7 @@ UNKNOWN = RetentionFacts(None, None)
 
 
 def read_facts(folder: Any) -> RetentionFacts:
-    """Returns the facts of a committed checkpoint; UNKNOWN if its record is damaged. Raises errors of the storage."""
+    """Returns the facts of a committed checkpoint; UNKNOWN if its record is damaged. Raises storage errors."""
     try:
         record = read_record(folder)
     except Exception as error:
@@ -57,7 +57,7 @@ def is_record_lost(error: Exception) -> bool:
 
 
 def pinned_steps(directory: Any) -> set[int]:
-    """Returns the pinned steps, from the files pinned/<step>. Raises errors of the storage."""
+    """Returns the pinned steps, from the files pinned/<step>. Raises storage errors."""
     try:
         return {int(file.name) for file in (directory / PINNED).iterdir() if folders.is_step_name(file.name)}
     except FileNotFoundError:
@@ -71,7 +71,7 @@ def retained_steps(
     pinned: Iterable[int] = (),
     last_good: int | None = None,
 ) -> dict[int, str]:
-    """Returns {step: reason} for the steps to keep according to the settings, the pins and the health of the steps."""
+    """Returns {step: reason} for the steps that settings, pins or health protect from deletion."""
     ordered = sorted(steps)
     clean = next((step for step in reversed(ordered) if facts(step).health == CLEAN), None)
     reasons = {clean: "newest clean", last_good: "last good"} | dict.fromkeys(pinned, "pinned")  # last one wins
@@ -112,7 +112,7 @@ def list_steps(directory: Any) -> list[StepFacts]:
 
 
 def step_facts(directory: Any, step: int, num_bytes: int, names: Collection[str], good_sha256: str | None) -> StepFacts:
-    """Returns the facts of a step. names: all files in `directory`. good_sha256: from the last verified record."""
+    """Returns the facts of a step. names: all files in `directory`. good_sha256: sha256 of the last verified record."""
     saved, stamp = None, read_optional(directory / str(step) / ORBAX_METADATA).get("commit_timestamp_nsecs")
     if isinstance(stamp, int):
         saved = datetime.datetime.fromtimestamp(stamp // 10**9, datetime.UTC).isoformat().replace("+00:00", "Z")
@@ -158,7 +158,7 @@ def last_good_step(directory: Any) -> int | None:
 
 
 def delete_step(folder: Any, step: int) -> None:
-    """Deletes a step. If killed, the remaining files do not count as a step. Raises Stop (STORAGE)."""
+    """Deletes a step. After an interruption, the remaining files are not listed as a step. Raises Stop (STORAGE)."""
     try:
         folders.remove_step(folder, step)
     except FileNotFoundError:
@@ -177,7 +177,7 @@ def remove_half_deleted(folder: Any) -> None:
 
 
 def pin(directory: Any, step: int, content: str | None = None) -> bool:
-    """Protects a step from deletion; returns False if already pinned. content: text of the pin file (default: time)."""
+    """Protects a step from deletion; returns False if it is already pinned. content: text of the pin file."""
     mark = directory / PINNED / str(step)
     if mark.exists():
         return False

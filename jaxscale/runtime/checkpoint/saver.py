@@ -54,7 +54,7 @@ class SharedReports:
     """
 
     def __init__(self, board: Board | None = None):
-        """board: refreshed by the training thread after each step, before `news`; None for a single process."""
+        """board: the training thread refreshes it after each step, before it calls news(); None for one process."""
         self.board = board
         self.local: collections.deque[tuple[int, str]] = collections.deque()  # failures, if there is a single process
         self.reported = 0  # number of failures delivered to all processes
@@ -63,7 +63,7 @@ class SharedReports:
         self.lock = threading.Lock()
 
     def failed(self, step: int, cause: str) -> None:
-        """Reports a failed save, from any thread. If several causes are reported, the first cause is delivered."""
+        """Reports a failed save; thread-safe. If several causes are reported, only the first one is delivered."""
         if self.board is None:
             return self.local.append((step, cause))
         name = f"process {self.board.peer.process} of {self.board.peer.count}"
@@ -72,10 +72,10 @@ class SharedReports:
             self.pending.append(step)
 
     def news(self, now_step: int) -> tuple[int, str] | None:
-        """Returns a failed save as (step, cause), once and after the same training step in all processes; else None.
+        """Returns (step, cause) of a failed save, or None. All processes receive a failure once, after the same step.
 
         The training thread calls this method after each step, after reading the metrics of the previous step.
-        Raises: Stop (PEER_LOST) in a process that is too far ahead.
+        Raises: Stop (PEER_LOST) if this process has already passed that step.
         """
         if self.board is None:
             return self.local.popleft() if self.local else None
@@ -92,8 +92,8 @@ class SharedReports:
         if now_step > when:
             raise Stop(
                 Exit.PEER_LOST,
-                f"all processes were to report at step {when} that saving step {step} failed ({cause}), but this one "
-                f"is at step {now_step}; restart all",
+                f"all processes must report at step {when} that saving step {step} failed ({cause}), but this process "
+                f"is already at step {now_step}; restart all processes",
             )
         if now_step < when:
             return None
@@ -108,7 +108,7 @@ class SharedReports:
 
 @dataclasses.dataclass(eq=False)
 class Saver:
-    """Writes checkpoints in order, each in a thread. Sends failures to `reports` and events to `note`."""
+    """Writes checkpoints in order, each in a new thread. Sends failures to `reports` and events to `note`."""
 
     directory: Any
     cfg: CheckpointConfig
@@ -167,7 +167,7 @@ class Saver:
         return not self.busy
 
     def write(self, job: SaveJob) -> None:
-        """Executes all stages of a save. Raises SaveFailed, or Stop if a retry cannot help."""
+        """Executes all stages of a save. Raises SaveFailed, or Stop for a permanent error."""
         began = time.time()
         started, first = time.monotonic(), jax.process_index() == 0
         step, leaves, record = job.step, job.snapshot.leaves, {}
@@ -294,8 +294,8 @@ class Saver:
         """Runs `work` and waits for all processes; returns True if `work` returned True in the first process.
 
         damage: called in the first process with the results of all processes; returns a description of damage, or ''.
-        Raises: SaveFailed with the cause from any process, with damage reported before other causes. A process whose
-        `work` raises Stop raises the same Stop, and the other processes raise SaveFailed.
+        Raises: SaveFailed in all processes if `work` fails in any process; damage takes precedence over other causes.
+        If `work` raises Stop in a process, that process raises the Stop, and the other processes raise SaveFailed.
         """
         stop, mine = None, {}
         try:
@@ -314,7 +314,7 @@ class Saver:
         return found["result"]
 
     def cause_of(self, error: Exception, job: SaveJob) -> str:
-        """Returns the cause of a failed save, with the required space or the missing permission."""
+        """Returns the cause of a failed save. Adds the required disk space or the missing permission."""
         cause = str(error.args[0]) if isinstance(error, SaveFailed) else short_reason(error)
         cause += permission_hint(cause, self.directory)
         full = "No space left" in cause or NO_INODES in cause
@@ -327,7 +327,7 @@ class Saver:
 
 
 def make_record(job: SaveJob) -> dict[str, Any]:
-    """Returns the record of a checkpoint, with a sha256. Waits for the devices."""
+    """Returns the record of a checkpoint, with a sha256. Waits until the devices have computed the fingerprints."""
     fingerprints = job.snapshot.fingerprints()
     leaves = {name: [*describe_leaf(leaf), fingerprints[name]] for name, leaf in job.snapshot.leaves.items()}
     content = {"step": job.step, "run": json.loads(job.run_text), "leaves": leaves}
@@ -335,7 +335,7 @@ def make_record(job: SaveJob) -> dict[str, Any]:
 
 
 def stage_result(parts: list[dict[str, Any]], damage: Callable[[list[Any]], str]) -> dict[str, Any]:
-    """Returns {"failure": [cause, kind]} if a process failed, else {"result": whether the first part returned True}."""
+    """Returns {"failure": [cause, type]} if a process failed, else {"result": whether process 0 returned True}."""
     failed = [(process, *part["failure"]) for process, part in enumerate(parts) if "failure" in part]
     for process, cause, kind in sorted(failed, key=lambda failure: failure[2] != DAMAGED):
         return {"failure": [f"process {process}: {cause}" if len(parts) > 1 else cause, kind]}

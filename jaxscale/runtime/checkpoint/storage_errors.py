@@ -36,7 +36,7 @@ CLIENT_MODULES = ("gcsfs", "aiohttp", "requests", "google")  # errors from these
 
 
 def short_reason(error: BaseException) -> str:
-    """Returns the most specific message in the chain of an error, as one line of at most MAX_CHARACTERS characters."""
+    """Returns the most specific message in a chain of exceptions, as one line of at most MAX_CHARACTERS characters."""
     chain = errors_behind(error)
     for link in chain:
         if permission := missing_permission(str(link)):
@@ -56,7 +56,7 @@ def short_reason(error: BaseException) -> str:
 
 
 def no_inodes_message(path: Any) -> str:
-    """Returns a message if a local disk has no free inodes, which the system reports as a full disk; else ''."""
+    """Returns a message if a local disk has no free inodes, else ''. The system reports this case as a full disk."""
     parent = os.path.abspath(path)
     while not os.path.exists(parent):
         parent = os.path.dirname(parent)
@@ -86,7 +86,7 @@ def clip(text: str) -> str:
 
 
 def is_storage_error(error: BaseException) -> bool:
-    """Returns True if the storage could not be accessed, which does not show that its content is damaged."""
+    """Returns True for errors of access to the storage. They do not imply that its content is damaged."""
     for link in errors_behind(error):
         if isinstance(link, MemoryError | TimeoutError) or getattr(link, "errno", None) in ACCESS_ERRNOS:
             return True
@@ -105,12 +105,12 @@ def stop_if_unreachable(ask: Callable[[], T], folder: Any) -> T:
         if isinstance(error, Stop) or not paths.is_remote(folder) or not is_storage_error(error):
             raise
         cause = short_reason(error)
-        way_out = permission_hint(cause, folder) or "; restart when it responds"
+        way_out = permission_hint(cause, folder) or "; restart when the storage responds"
         raise Stop(Exit.STORAGE, f"{folder} cannot be reached: {cause}{way_out}") from None
 
 
 def read_optional(path: Any) -> dict[str, Any]:
-    """Returns the JSON object in a file, {} if missing or invalid. Raises Stop (STORAGE) for an unreachable bucket."""
+    """Returns a file's JSON object, or {} if missing or invalid. Raises Stop (STORAGE) if a bucket is unreachable."""
     with contextlib.suppress(OSError, ValueError):
         value = stop_if_unreachable(lambda: paths.read_json(path), path)
         return value if isinstance(value, dict) else {}
@@ -123,7 +123,7 @@ def stop_if_unwritable(write: Callable[[], T], folder: Any) -> T:
         return stop_if_unreachable(write, folder)
     except OSError as error:
         cause = short_reason(error)
-        way_out = permission_hint(cause, folder) or "; free space or fix the disk, then restart: nothing is lost"
+        way_out = permission_hint(cause, folder) or "; delete other files or repair the disk, then restart"
         raise Stop(Exit.STORAGE, f"{folder} cannot be written: {cause}{way_out}") from error
 
 

@@ -64,7 +64,7 @@ class TieredCheckpoints(Checkpoints):
         return super().newest_readable(log) if step is None else step
 
     def find_local_copies(self, log: Log) -> None:
-        """Exchanges the local copies and hosts of all processes; sets `offers` and the neighbour of this process."""
+        """Lists the local copies of all hosts. Sets `offers` and the neighbour of this process."""
         if self.cfg.local.folder is None:
             return
         if self.store is None:
@@ -83,7 +83,7 @@ class TieredCheckpoints(Checkpoints):
         self.offers = [Offer(*one) for one in found["offers"]]
 
     def make_offers(self, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns the offers, neighbour and warnings for each process. Runs only in the first process."""
+        """Returns the offered copies, neighbour and warnings for each process. Runs only in the first process."""
         newest = self.latest_step()
         whole, lines = whole_copies(found, lineage.read_starts(self.directory.parent), -1 if newest is None else newest)
         lines += [line for one in found for line in one["unreadable"]]
@@ -132,7 +132,7 @@ class TieredCheckpoints(Checkpoints):
         return None
 
     def load(self, offer: Offer) -> tuple[dict[str, Any], dict[str, Any], str | None]:
-        """Returns (description, pieces, error of a skipped location). Raises the last error if all locations fail."""
+        """Returns (description, pieces, error of a failed location or None). Raises an error if all locations fail."""
         assert self.store is not None, "find_local_copies() opens the store before it makes offers"
         folder, name = self.store.folder, copy_name(jax.process_index(), offer.step, offer.token)
         failure: DamagedCheckpoint | OSError | None = None
@@ -149,16 +149,16 @@ class TieredCheckpoints(Checkpoints):
         raise failure
 
     def read_record(self, step: int) -> dict[str, Any]:
-        """Same as Checkpoints.read_record(), but reads the local copy if this start resumes from a local copy."""
+        """Same as Checkpoints.read_record(), but reads a local copy if this start resumes from it."""
         copy = self.resumed_copy_of(step)
         return super().read_record(step) if copy is None else copy.record
 
     def resumed_copy_of(self, step: int | None) -> ResumedCopy | None:
-        """Returns the local copy from which this start resumes if it has this step, else None."""
+        """Returns the local copy from which this start resumes, or None if that copy has a different step."""
         return self.resumed_copy if self.resumed_copy is not None and step == self.resumed_copy.offer.step else None
 
     def restore(self, step: int, abstract_state: Any, *, partial: bool = False) -> Any:
-        """Same as Checkpoints.restore(), or reads the local copy (same mesh only) if this start resumes from it."""
+        """Same as Checkpoints.restore(). If this start resumes from a local copy, reads it onto the same mesh."""
         if (copy := self.resumed_copy_of(step)) is None:
             return super().restore(step, abstract_state, partial=partial)
         _, record, pieces = copy
@@ -177,7 +177,7 @@ class TieredCheckpoints(Checkpoints):
             mine = f"the bits of {differing[0]} are not those that were saved" if differing else None
             cause = gathered(next_key("compared"), mine, restore.RESTORE_SECONDS, join_causes)
         if cause:
-            raise Stop(Exit.CHECKPOINT_CORRUPT, f"the local copy of step {step} cannot be used: {cause}")
+            raise Stop(Exit.CHECKPOINT_CORRUPT, f"the local copy of step {step} cannot be restored: {cause}")
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
 
     def fall_back(self, step: int | None, error: Stop, log: Log = print) -> int | None:
@@ -200,7 +200,7 @@ class TieredCheckpoints(Checkpoints):
         return super().set_aside_after(step, reason)
 
     def begin(self, step: int) -> None:
-        """Starts the local copies of a start that begins at `step`; removes invalid copies. Call in all processes."""
+        """Begins to make local copies after a start at `step`. Removes invalid copies. Call in all processes."""
         workdir = self.directory.parent
         if self.store is None:  # invalidates copies of earlier starts, so that later starts do not resume from them
             agreed(lambda: stop_if_unwritable(lambda: lineage.invalidate_after(workdir, step), workdir))
@@ -241,7 +241,7 @@ class TieredCheckpoints(Checkpoints):
         super().close(most_seconds)
 
     def end_local(self) -> None:
-        """Stops the threads that write local copies and receive the copies of a neighbour."""
+        """Stops the threads that write local copies and receive copies from a neighbour host."""
         if self.local is not None:
             self.local.close()
         if self.exchange is not None:
@@ -259,9 +259,9 @@ Key = tuple[int, str, str]  # step, token, state digest
 def whole_copies(
     found: Sequence[Mapping[str, Any]], starts: lineage.Starts, newest: int
 ) -> tuple[list[tuple[Key, dict[int, list[int]]]], list[str]]:
-    """Returns the complete copies, newest first, as [(key, {owner: processes with its part})], and warnings.
+    """Returns (complete copies, newest first; warnings). A copy is (key, {owner: processes whose hosts have its part}).
 
-    found: the copies of each process's host. newest: newest step in the work folder; -1 if there is none.
+    found: copies on the host of each process. newest: newest step in the work folder; -1 if there is none.
     """
     parts: dict[Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     facts: dict[Key, LocalCopy] = {}

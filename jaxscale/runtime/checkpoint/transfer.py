@@ -42,8 +42,8 @@ def copy_step(
     """Copies a committed step, events.jsonl and, if missing in the destination, config.json to the folder `workdir`.
 
     on_bytes: called with (bytes copied, total bytes).
-    Raises: Stop (CHECKPOINT_CORRUPT) before the commit if a leaf is damaged; BadInput if the destination belongs to a
-    different run or cannot be written, or if the source does not exist.
+    Raises: Stop (CHECKPOINT_CORRUPT) if a leaf is damaged, BadInput if the source does not exist, or if the destination
+    belongs to a different run or cannot be written.
     """
     run, folder = source.directory.parent, source.directory / str(step)
     record = require_step(folder, "copy a different step")
@@ -127,7 +127,7 @@ def check_destination(run: Any, record: Mapping[str, Any], step: int, workdir: A
     """
     folder = paths.absolute(workdir)
     if os.fspath(folder).rstrip("/") == os.fspath(run).rstrip("/"):
-        raise BadInput(f"--to={workdir} is the folder of the copied run; choose a different folder")
+        raise BadInput(f"--to={workdir} is the folder of the source run; choose a different folder")
     destination, identity = folder / "checkpoints", run_identity(record)
     other = Checkpoints(destination, CheckpointConfig())
     steps, shared = other.all_steps(), False
@@ -137,23 +137,23 @@ def check_destination(run: Any, record: Mapping[str, Any], step: int, workdir: A
         except BadInput:
             continue  # the run of a damaged step is unknown
         if run_identity(found) != identity:
-            raise BadInput(f"--to={workdir} contains step {theirs} of another run; choose an empty folder")
+            raise BadInput(f"--to={workdir} contains step {theirs} of a different run; choose an empty folder")
         mine = record if theirs == step else read_optional(run / "checkpoints" / str(theirs) / RECORD)
         if mine and mine["sha256"] != found["sha256"]:
             raise BadInput(
-                f"--to={workdir} has a different step {theirs} than {run}: it is another run; choose an empty folder"
+                f"--to={workdir} contains a step {theirs} that differs from that of {run}; choose an empty folder"
             )
         shared |= bool(mine)
     started = [read_optional(note) for note in sorted((destination / COPIED).glob("*.json"))]
     if any(note.get("run", identity) != identity for note in started):
-        raise BadInput(f"--to={workdir} has a copy of another run, {started[0].get('from')}; choose an empty folder")
+        raise BadInput(f"--to={workdir} has a copy from another run, {started[0].get('from')}; choose an empty folder")
     if not started and not shared and (steps or (folder / "config.json").exists()):
-        raise BadInput(f"--to={workdir} contains a run that shares no step with {run}; choose an empty folder")
+        raise BadInput(f"--to={workdir} contains a run with no step in common with {run}; choose an empty folder")
     return destination
 
 
 def copy_files(source: Any, target: Any, on_bytes: Callable[[int, int], None]) -> tuple[dict[str, list], int]:
-    """Copies a step's files except the commit file; returns ({name: [bytes, md5]}, bytes that existed already)."""
+    """Copies a step's files except the commit file; returns ({name: [bytes, md5]}, bytes of existing files)."""
     sizes = {name: size for name, size in folders.files_under(source).items() if name != folders.COMMITTED}
     existing = folders.files_under(target)
     for stray in set(existing) - set(sizes):
@@ -171,7 +171,7 @@ def copy_files(source: Any, target: Any, on_bytes: Callable[[int, int], None]) -
             if folders.size_and_md5(target / name) != source_md5:
                 raise Stop(
                     Exit.STORAGE,
-                    f"{target / name} differs from what was written; check the disk, then run the command again",
+                    f"{target / name} differs from its source; check the disk, then run the command again",
                 )
         files[name] = list(source_md5)
         done += size
@@ -181,7 +181,7 @@ def copy_files(source: Any, target: Any, on_bytes: Callable[[int, int], None]) -
 
 
 def copy_events(run: Any, folder: Any) -> None:
-    """Copies events.jsonl, which a resumed run needs for its rewinds, unless the target already starts with it."""
+    """Copies events.jsonl, which a resumed run needs, unless the target file already starts with the same content."""
     source, target = run / EVENTS, folder / EVENTS
     if not source.exists():
         return

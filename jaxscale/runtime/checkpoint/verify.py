@@ -98,10 +98,10 @@ def verify_folder(
 
 
 def require_reachable(error: Exception, folder: Any) -> None:
-    """Raises Stop (STORAGE) if the error is a storage error, which does not show that the step is damaged."""
+    """Raises Stop (STORAGE) for a storage error, which does not imply that the step is damaged."""
     if is_storage_error(error):
         raise Stop(
-            Exit.STORAGE, f"{folder} cannot be read now: {short_reason(error)}; it is unknown whether it is intact"
+            Exit.STORAGE, f"{folder} cannot be read: {short_reason(error)}; it was not verified, so try again later"
         ) from None
 
 
@@ -128,13 +128,13 @@ def tree_damages(folder: Any, leaves: Mapping[str, Any]) -> Iterator[StepDamage]
 
 
 def write_data_list(folder: Any, process: int) -> None:
-    """Writes the list of the data files of one process, and syncs this list to the disk."""
+    """Writes the list of the data files of one process, and syncs the list to the disk."""
     data = DATA_FOLDER.format(process)
     write_list(folder, f"run/files.{process}.json", (f"{data}/{name}" for name in files_under(folder / data)))
 
 
 def write_main_list(folder: Any, num_processes: int = 0) -> None:
-    """Writes the list of all other files of a step. Call last before the commit."""
+    """Writes the list of all other files of a step. Call after these files are written."""
     listed = tuple(f"{DATA_FOLDER.format(process)}/" for process in range(num_processes))
     others = (name for name in files_under(folder) if not name.startswith(listed) and name != MAIN_LIST)
     write_list(folder, MAIN_LIST, others, {COMMITTED: COMMIT_MARK})
@@ -151,9 +151,9 @@ def changed_files(
 ) -> Iterator[tuple[str, str]]:
     """Yields (file, problem) for listed files that differ from what was written. Ignores unlisted files.
 
-    share: index of the part of the files to check, of `shares` parts. finished: False before the commit. small: check
-    only the files other than the arrays, which reads few bytes.
-    Raises: errors of the storage.
+    share, shares: check only part `share` of `shares` parts of the files. finished: False before the commit. small:
+    skip the array files, so that few bytes are read.
+    Raises: storage errors.
     """
     main_list = read_list(folder / MAIN_LIST)
     if main_list is not None:
@@ -182,7 +182,7 @@ def changed_files(
 
 
 def has_file_lists(folder: Any) -> bool:
-    """Returns True if the step was saved by a version that lists files; records of these versions name the step."""
+    """Returns True if the step was saved by a version that writes file lists and a record with the key `step`."""
     try:
         return "step" in read_record(folder)
     except (OSError, BadInput) as error:
@@ -223,7 +223,7 @@ def verify_leaves(folder: Any, leaves: Mapping[str, list]) -> None:
 
 
 def piece_sums(folder: Any, leaves: Mapping[str, list], share: int = 0, shares: int = 1) -> dict[str, list[int]]:
-    """Returns {leaf: [sum of fingerprints, number of elements]} for the chunks in one share of the bytes."""
+    """Returns {leaf: [sum of fingerprints, number of elements]} for part `share` of `shares` parts of all chunks."""
     arrays, found, begin = ArrayReader(folder), {}, 0
     sizes = {name: leaf_bytes(*leaves[name][:2]) for name in sorted(leaves)}
     first, last = (sum(sizes.values()) * number // shares for number in (share, share + 1))
@@ -250,7 +250,7 @@ def leaf_bytes(shape: list[int], dtype: str) -> int:
 
 
 def leaf_piece_sums(arrays: ArrayReader, name: str, described: list, begin: int, end: int) -> list[int]:
-    """Returns piece_sums of one leaf, for the chunks that start in its bytes [begin, end); [] if there are none."""
+    """Returns the piece_sums() of the chunks that start in the bytes [begin, end) of a leaf, or [] without chunks."""
     array = arrays.open(name)
     if wrong := format_mismatch(array, *described[:2]):
         raise DamagedCheckpoint(f"{name}: {wrong}")
@@ -264,7 +264,7 @@ def leaf_piece_sums(arrays: ArrayReader, name: str, described: list, begin: int,
 
 
 def first_difference(leaves: Mapping[str, list], found: Iterable[Mapping[str, list[int]]]) -> str:
-    """Returns an error for the first leaf whose sums over all processes do not match the record, or ''."""
+    """Returns an error for the first leaf whose sum over all processes differs from its record, or ''."""
     totals = {name: [0, 0] for name in leaves}
     for sums in found:
         for name, (part, numbers) in sums.items():
@@ -281,7 +281,7 @@ def first_difference(leaves: Mapping[str, list], found: Iterable[Mapping[str, li
 
 
 def drop_page_caches(folder: Any, other_files: str = "/") -> None:
-    """Drops local files from the page cache, so that the next read is from the disk. other_files: prefix to skip."""
+    """Drops local files from the page cache, so that they are next read from the disk. other_files: prefix to skip."""
     if not paths.is_remote(folder):
         for name in files_under(folder):
             if not name.startswith(other_files):

@@ -47,9 +47,9 @@ NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors for a smal
 
 
 def prepare_step(directory: Any, step: int) -> None:
-    """Removes files of killed saves, and makes the folders of a step.
+    """Removes the files of interrupted saves, and creates the folders of a step.
 
-    Raises Stop (STORAGE) if this or a later step exists, FileExistsError if a different file or folder has its name.
+    Raises Stop (STORAGE) if this or a later step exists, FileExistsError if an unrelated file or folder has its name.
     """
     newest = max(folders.all_steps(directory), default=None)
     if newest is not None and newest >= step:
@@ -74,7 +74,7 @@ def prepare_step(directory: Any, step: int) -> None:
 
 
 def has_record(folder: Any, record: Mapping[str, Any]) -> bool:
-    """Returns True if the committed step has this record. Raises errors of the storage."""
+    """Returns True if the committed step has this record. Raises storage errors."""
     try:
         return read_record(folder)["sha256"] == record["sha256"]
     except Exception as error:
@@ -84,7 +84,7 @@ def has_record(folder: Any, record: Mapping[str, Any]) -> bool:
 
 
 def array_handler() -> Any:
-    """Returns Orbax's array handler. Each replica of an array writes a part of it, unless the parts are small."""
+    """Returns Orbax's array handler. Each replica of an array writes a part of it, unless the array is small."""
     orbax = import_orbax()
     from orbax.checkpoint._src.metadata.array_metadata_store import Store
 
@@ -117,10 +117,10 @@ def write_arrays(directory: Any, step: int, leaves: Mapping[str, Any], process: 
 
 @contextlib.contextmanager
 def open_folder(folder: Any) -> Iterator[Any]:
-    """Opens a folder; yields a path that still refers to this folder after a move, and is invalid after a removal.
+    """Opens a folder and yields a path to it, which is valid after the folder is moved, and invalid after its removal.
 
     Orbax creates missing folders without checking the run's lock, so a process that was suspended during a save could
-    otherwise write into the folder of the next owner of the lock. Effective only for local paths on Linux.
+    otherwise write to the folder after another run has taken the lock. Only implemented for local paths on Linux.
     """
     if paths.is_remote(folder) or not os.path.isdir(OPEN_FILES):
         yield folder
@@ -176,7 +176,7 @@ def write_step_metadata(opened: Any, record: Mapping[str, Any], final: Any, bega
 
 
 def wait_for_record(folder: Any) -> dict[str, Any]:
-    """Returns the record of a step committed by a different host, after waiting for it. Raises DamagedCheckpoint."""
+    """Waits until a different host commits a step, and returns its record. Raises DamagedCheckpoint."""
     deadline = time.monotonic() + SEEN_SECONDS
     while True:
         try:
@@ -205,7 +205,7 @@ def epath(path: Any) -> Any:
 
 
 def import_orbax() -> Any:
-    """Imports orbax.checkpoint (0.5 to 2 s at the first call) and silences its log."""
+    """Imports orbax.checkpoint (0.5 to 2 s in the first call) and silences its log."""
     import orbax.checkpoint  # a local import, because only the first save needs Orbax
     from orbax.checkpoint._src.path import gcs_utils
 
@@ -241,7 +241,7 @@ def silence_orbax() -> None:
 
 
 def is_leftover(message: str) -> bool:
-    """Returns True for asyncio's messages about reads and writes of Orbax, the only user of asyncio in this program."""
+    """Returns True for asyncio's messages about Orbax's reads and writes. Nothing else uses asyncio in this program."""
     return "orbax" in message or "never retrieved" in message
 
 
@@ -280,8 +280,8 @@ def check_before_run(directory: Any, needed: int, keep: int, steps: list[int]) -
     """Returns a warning if the disk lacks space for the checkpoints of a resumed run, else None.
 
     needed: bytes per checkpoint. keep: number of newest checkpoints to keep. steps: existing steps.
-    Raises: Stop (NO_GO) if no checkpoint can be written in the folder, or if the disk lacks space for the checkpoints
-    of a new run. A resumed run only gets a warning, because failed saves are reported and retried.
+    Raises: Stop (NO_GO) if the folder cannot be written, or if the disk lacks space for the checkpoints of a new run. A
+    resumed run only gets a warning, because failed saves are reported and retried.
     """
     if paths.is_remote(directory):
         return None  # a bucket has no space limit, and the first file of the run shows missing permissions
@@ -307,8 +307,8 @@ def check_before_run(directory: Any, needed: int, keep: int, steps: list[int]) -
     need = f"{number} checkpoints of {units.size(needed)} need {units.size(total * MARGIN)}"
     lack = f"{directory} has {units.size(free)} free, but {need}; "
     if not steps and not aside:
-        raise Stop(Exit.NO_GO, f"{lack}free space, choose another --workdir, or lower checkpoint.keep_last")
+        raise Stop(Exit.NO_GO, f"{lack}delete files, choose a different --workdir, or reduce checkpoint.keep_last")
     if not aside:
-        return f"{lack}free space, or lower checkpoint.keep_last"
+        return f"{lack}delete files, or reduce checkpoint.keep_last"
     removal = shlex.join(["rm", "-r", *map(str, aside)])
     return f"{lack}remove the folders that were set aside, which the run does not need: {removal}"

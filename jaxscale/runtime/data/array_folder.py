@@ -32,7 +32,7 @@ BUCKET_RECORDS = 1 << 22  # records sorted in memory (100 MB at 24 bytes each); 
 
 
 class GrowingArray:
-    """An array that is extended by appending, in memory while small, and in a file when large."""
+    """An array to which elements are appended. A small array is in memory, and a large array in a file."""
 
     def __init__(self, path: Path, dtype: np.dtype):
         self.path, self.dtype, self.count = path, dtype, 0
@@ -61,7 +61,7 @@ class GrowingArray:
 
 
 class ArrayWriter:
-    """Context manager that writes the arrays of a folder. Calls of `append` for different arrays may alternate."""
+    """Context manager that writes the arrays of a folder. Calls to append() for different arrays may alternate."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -76,7 +76,7 @@ class ArrayWriter:
                 array.file.close()
 
     def append(self, name: str, array: np.ndarray) -> None:
-        """Appends elements to an array. The first call sets the dtype, and may append no elements."""
+        """Appends elements to an array. The first call sets the dtype, even if it appends no elements."""
         if name not in self._arrays:
             self._arrays[name] = GrowingArray(self.folder / name, array.dtype.newbyteorder("<"))
         self._arrays[name].append(array)
@@ -106,7 +106,7 @@ class ArrayWriter:
 
 
 def parse_header(folder: str, content: bytes) -> dict[str, Any]:
-    """Returns the header from the content of plan.json. Raises BadInput naming the folder if it was changed."""
+    """Parses the content of plan.json. Raises BadInput, with the folder name, if the content was changed."""
     try:
         header = parse_json(content)
         if not isinstance(header, dict) or header.pop("own", None) != json_sha256(header):
@@ -123,10 +123,10 @@ def unreadable_folder(folder: Path | str, reason: str | Exception) -> BadInput:
 
 
 class Arrays(Mapping[str, np.ndarray]):
-    """The arrays of a folder, by name. Each file is memory-mapped at first use. Pickling excludes the memory maps."""
+    """The arrays of a folder, by name. Each file is memory-mapped on first use. Memory maps are not pickled."""
 
     def __init__(self, folder: str, header: Mapping[str, Any], files: Mapping[str, str], known: Mapping[str, Expected]):
-        """files: {file name: path}. known: {path: expected state}, which is checked while the files are read."""
+        """files: {file name: path}. known: {path: expected state}, with which the files are compared."""
         self.folder, self.header, self.files, self.known = folder, header, dict(files), dict(known)
         self._maps: dict[str, np.ndarray] = {}
         self._arrays: dict[str, np.ndarray] = {}
@@ -164,7 +164,7 @@ class Arrays(Mapping[str, np.ndarray]):
 
 
 def open_arrays(folder: Path, cache: Path, verify: str = "hash", say: Say | None = None) -> Arrays:
-    """Returns the arrays of a local folder, verified as in data.verify. Raises BadInput for changed files."""
+    """Opens the arrays of a local folder. verify: see data.verify. Raises BadInput if a file was changed."""
     try:
         content = read_bytes(folder / HEADER)
     except (OSError, BadInput) as error:
@@ -188,7 +188,7 @@ def open_arrays(folder: Path, cache: Path, verify: str = "hash", say: Say | None
 
 
 def find_arrays(location: str, cache: Path, cache_bytes: int, verify: str, say: Say | None) -> Arrays | None:
-    """Returns the verified arrays of a local folder or gs:// URL, downloaded into the cache; None if missing."""
+    """Opens the arrays of a local folder, or of a gs:// URL, which is downloaded; None if the folder is missing."""
     if not is_remote(location):
         return open_arrays(Path(location), cache, verify, say) if os.path.exists(f"{location}/{HEADER}") else None
     copies = shard_cache(str(cache / "bucket"), cache_bytes)
@@ -204,7 +204,7 @@ def find_arrays(location: str, cache: Path, cache_bytes: int, verify: str, say: 
 
 
 class DiskBuckets:
-    """Partitions records into ordered buckets, on disk if there are several, with one bucket in memory at a time."""
+    """Partitions records into ordered buckets. Several buckets are stored on disk, with one in memory at a time."""
 
     def __init__(self, folder: Path, dtype: Any, records: int):
         self._folder, self._dtype = folder / "buckets", np.dtype(dtype)
@@ -213,7 +213,7 @@ class DiskBuckets:
         self._count = 0
 
     def add(self, buckets: np.ndarray | None, **fields: np.ndarray) -> None:
-        """Adds records with the given fields. buckets: index of each record's bucket; None for a single bucket."""
+        """Adds records with the given fields. buckets: bucket index of each record; None for a single bucket."""
         records = np.empty(len(next(iter(fields.values()))), self._dtype)
         for name, values in fields.items():
             records[name] = values

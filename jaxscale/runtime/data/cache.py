@@ -45,17 +45,17 @@ def raw_dtype(cfg: DataConfig, vocab_size: int) -> str:
 
 
 def scan_raw(file: SourceFile, dtype: str, eos_id: int | None, cfg: DataConfig, say: Say) -> Shard:
-    """Returns a raw .bin of ids as a shard; documents end with eos_id. Raises BadInput if the dtype is wrong."""
+    """Opens a .bin of ids without a header as a shard. Documents end with eos_id. Raises BadInput for a wrong dtype."""
     path, itemsize = file.path, np.dtype(dtype).itemsize
     size = size_and_mtime(path)[0]
     if size == 0 or size % itemsize:
         raise BadInput(
-            f"{path} has {size:,} bytes, which is not a multiple of the size of {dtype} ids; set data.token_dtype"
+            f"{path} has {size:,} bytes, which is not a multiple of the size of {dtype} ids; change data.token_dtype"
         )
     ids = np.asarray(open_ids(path, dtype)[:PROBED_IDS])
     upper_halves_are_0 = not ids[1::2].any() and ids[::2].any()
     if dtype == "uint16" and size // 2 >= MIN_PROBED and size % 4 == 0 and upper_halves_are_0:
-        raise BadInput(f"{path} does not look like uint16 ids: every second id is 0; set data.token_dtype=uint32")
+        raise BadInput(f"{path} does not look like uint16 ids: every second id is 0; use data.token_dtype=uint32")
     cache_key = {"bin": [*file, *size_and_mtime(path)], "dtype": dtype, "eos_id": eos_id}
     return cached_shard(cfg, cache_key, lambda folder: index_raw(folder, file, dtype, eos_id, say), say)
 
@@ -71,7 +71,7 @@ def index_raw(
 ) -> None:
     """Writes the index of a raw .bin into `folder`. Raises BadInput for negative ids.
 
-    offsets: int64[documents + 1], starts of the documents, and the end; None: documents end with eos_id.
+    offsets: int64[documents + 1], the start of each document and the end of the file; None: documents end with eos_id.
     negative_from: smallest unsigned value that is negative as a signed integer.
     """
     before = stamp_of(file.path)
@@ -83,7 +83,7 @@ def index_raw(
         part = np.asarray(ids[start : start + SCAN_TOKENS])
         sha256.update(part.data)
         if part.min() < 0 or part.max() >= negative_from:
-            raise BadInput(f"{file.path} has negative ids, so it is not a file of token ids")
+            raise BadInput(f"{file.path} has negative ids, so it is not a file of token ids; remove it from data.files")
         largest = max(largest, int(part.max()))
         if offsets is None and eos_id is not None:
             ends.append(np.flatnonzero(part == eos_id) + start + 1)
@@ -111,7 +111,7 @@ def open_ids(path: str, dtype: str) -> np.ndarray:
 
 
 def cached_shard(cfg: DataConfig, cache_key: dict[str, Any], make: Callable[[Path], None], say: Say) -> Shard:
-    """Returns the cached shard with this key. A missing or damaged shard is created by make(folder)."""
+    """Returns the cached shard with this key. Calls make(folder) to create a missing or damaged shard."""
     root = cache_folder(cfg)
 
     def open_whole(folder: Path) -> Shard:
@@ -131,7 +131,7 @@ def open_or_rebuild(
     open_whole: Callable[[Path], Opened],
     say: Say,
 ) -> Opened:
-    """Opens the cached folder with this key, rebuilt once if damaged. Storage errors (Unreadable) are raised."""
+    """Opens the cached folder with this key, and rebuilds it once if it is damaged. Raises storage errors."""
     folder = ensure_folder(root, kind, cache_key, make)
     try:
         return open_whole(folder)
@@ -169,7 +169,7 @@ def ensure_folder(
 ) -> Path:
     """Returns the folder with this key. A missing folder is created under a temporary name, and renamed when complete.
 
-    If two processes create the folder, the later one discards its copy. is_cache: raise OSErrors as CacheUnwritable.
+    If two processes create the folder, the later one discards its copy. is_cache: convert OSError to CacheUnwritable.
     """
     folder = root / folder_name(kind, cache_key)
     if not folder.is_dir():

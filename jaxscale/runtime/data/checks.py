@@ -68,19 +68,21 @@ def holds_ids(cfg: DataConfig, files: Sequence[SourceFile]) -> bool:
 
 
 def check_facts(cfg: DataConfig, names: Sequence[str], seq_len: int, facts: Mapping[str, Any]) -> None:
-    """Raises BadInput for a corpus that no run can use. names: names of the sources. facts: from write_documents."""
+    """Raises BadInput for an unusable corpus. names: names of the sources. facts: result of write_documents()."""
     tokens = {part: sum(counts) for part, counts in facts["tokens"].items()}
     if cfg.name == "chat" and not sum(facts["members"]["train"]):
-        fix = "raise seq_len" + ", or set data.chat.too_long='cut'" * (cfg.chat.too_long == "drop")
-        raise BadInput(f"data.files has no training document that fits into a sequence of seq_len={seq_len:,}; {fix}")
+        fix = "increase seq_len" + ", or set data.chat.too_long='cut'" * (cfg.chat.too_long == "drop")
+        raise BadInput(f"all training documents in data.files are longer than seq_len={seq_len:,}; {fix}")
     if tokens["train"] < seq_len and cfg.name != "chat":
         raise BadInput(
             f"data.files has {tokens['train']:,} training tokens, fewer than one sequence of seq_len={seq_len:,}; "
             "add text or reduce seq_len"
         )
     if "valid" in tokens and not facts["targets"]["valid"]:
-        way_out = "choose other data.val_files" if cfg.val_files else "raise data.val_fraction, or set it to 0"
-        raise BadInput(f"the validation set is empty ({tokens['valid']} tokens of {tokens['train']:,}); {way_out}")
+        way_out = "choose other data.val_files" if cfg.val_files else "increase data.val_fraction, or set it to 0"
+        raise BadInput(
+            f"the validation set is empty ({tokens['valid']} tokens, training set {tokens['train']:,}); {way_out}"
+        )
     for _, weights in mixture_stages(cfg.mixture) if cfg.mixture else ():
         check_sources("mixture", weights, dict(zip(names, facts["tokens"]["train"])))
 
@@ -124,7 +126,7 @@ def tokenizer_problems(cfg: DataConfig, name: str, vocab_size: int, seq_len: int
         if not fits(tokenizer, vocab_size):
             raise BadInput(
                 f"data.tokenizer={name} has ids up to {tokenizer.vocab_size - 1}, but the model has model.vocab_size="
-                f"{vocab_size}; set it to {tokenizer.vocab_size} or more"
+                f"{vocab_size}; set model.vocab_size to {tokenizer.vocab_size} or more"
             )
         find_ids(cfg.objective, tokenizer, tokenizer.token_bytes, vocab_size, seq_len)
     except BadInput as error:
@@ -178,12 +180,12 @@ def vocabulary_problem(path: str, max_id: int, vocab_size: int) -> str:
     """Returns the message for a file with token ids outside the model's vocabulary."""
     return (
         f"{path} contains token id {max_id}, but the model has model.vocab_size={vocab_size}; "
-        f"set it to {max_id + 1} or more, or check data.token_dtype and the tokenizer"
+        f"set model.vocab_size to {max_id + 1} or more, or check data.token_dtype and the tokenizer"
     )
 
 
 def add_hub_scheme(globs: Any) -> Any:
-    """Adds the scheme hf:// to globs, except to those with a scheme and to paths of saved datasets."""
+    """Adds the scheme hf:// to globs, unless they have a scheme or are paths of saved datasets."""
     if isinstance(globs, dict):
         return {source: add_hub_scheme(some) for source, some in globs.items()}
     if isinstance(globs, tuple):

@@ -44,10 +44,10 @@ class RowFilterConfig:
     def __post_init__(self):
         for name in ("max_top_share", "min_distinct_share", "max_repeated_share", "max_damaged_share"):
             if not 0 <= getattr(self, name) <= 1:
-                raise BadInput(f"{name}={getattr(self, name)} must be from 0 to 1")
+                raise BadInput(f"{name}={getattr(self, name)} must be between 0 and 1")
         if self.max_run < 8 or self.max_depth_rows < 0:
             raise BadInput(
-                f"max_run={self.max_run} must be at least 8 and max_depth_rows={self.max_depth_rows} at least 0"
+                f"max_run={self.max_run} must be at least 8, and max_depth_rows={self.max_depth_rows} at least 0"
             )
 
 
@@ -62,7 +62,7 @@ READ_IF_RECORDS = dict.fromkeys(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(DocumentsConfig):
-    """Settings of training and validation data, tokenizer, packing and mixture, in addition to DocumentsConfig."""
+    """Settings of training and validation data, tokenizer, packing and mixture. Extends DocumentsConfig."""
 
     where: ClassVar[str] = "data."
     inherited_read_if: ClassVar[dict[str, str]] = READ_IF_TEXT | READ_IF_RECORDS
@@ -180,7 +180,7 @@ class DataConfig(DocumentsConfig):
     def __post_init__(self):
         super().__post_init__()
         if not 0 <= self.val_fraction <= 0.5:
-            raise BadInput(f"val_fraction={self.val_fraction} must be from 0 to 0.5")
+            raise BadInput(f"val_fraction={self.val_fraction} must be between 0 and 0.5")
         if self.eos_id is not None and self.eos_id < 0:
             raise BadInput(f"eos_id={self.eos_id} must be a token id, 0 or more")
         if self.cache_bytes <= 0:
@@ -188,32 +188,32 @@ class DataConfig(DocumentsConfig):
         if "://" in self.cache_dir:
             raise BadInput(f"cache_dir={self.cache_dir} must be a local folder")
         if bad := [name for name in self.transforms if not MODULE_FUNCTION.fullmatch(name)]:
-            raise BadInput(f"transforms has {bad[0]!r}; write a function as MODULE:FUNCTION")
+            raise BadInput(f"transforms contains {bad[0]!r}, but must contain functions in the form MODULE:FUNCTION")
         check_skips(self.skip_batches)
         check_mixture(self.mixture, self.max_epochs)
         if self.name == "chat" and self.objective.name != "next_token":
             raise BadInput(
-                f"objective.name={self.objective.name!r} does not apply to name='chat'; set objective.name=next_token"
+                f"name='chat' does not support objective.name={self.objective.name!r}; set objective.name=next_token"
             )
         if self.name != "chat" and self.chat != ChatConfig():
             raise BadInput(f"data.chat has no effect with data.name={self.name!r}; set data.name='chat'")
         if self.name == "chat" and self.packing != "best_fit":
-            raise BadInput("packing='concat' splits conversations; data.name='chat' needs packing='best_fit'")
+            raise BadInput("name='chat' does not support packing='concat'; use packing='best_fit'")
 
 
 def mixture_stages(mixture: MixtureSetting) -> list[tuple[str, Weights]]:
     """Returns (start, weights) of each stage of data.mixture. Raises BadInput for an invalid setting."""
     staged = [(start, value) for start, value in mixture.items() if isinstance(value, Mapping)]
     if staged and len(staged) < len(mixture):
-        raise BadInput("mixture must be {source: weight}, or {start: {source: weight}}, but not both")
+        raise BadInput("mixture must have the form {source: weight} or {start: {source: weight}}; do not mix the two")
     weights = {name: value for name, value in mixture.items() if not isinstance(value, Mapping)}
     stages: list[tuple[str, Weights]] = [*staged] or [("0", weights)]
     for start, weights in stages:
         units.parse("data.mixture's start", start)
         if not all(0 <= weight < math.inf for weight in weights.values()) or not any(weights.values()):
             raise BadInput(
-                f"mixture from {start!r} has weights {dict(weights)}; they must be finite and at least 0, and one must "
-                "be above 0"
+                f"mixture from {start!r} has weights {dict(weights)}; all weights must be finite and at least 0, "
+                "and one weight must be above 0"
             )
     return stages
 
@@ -224,11 +224,11 @@ def mixture_names(mixture: MixtureSetting) -> tuple[str, ...]:
 
 
 def check_mixture(mixture: MixtureSetting, max_epochs: Mapping[str, float]) -> None:
-    """Raises BadInput for a mixture or max_epochs that is invalid for any data."""
+    """Raises BadInput for a mixture or max_epochs that is invalid regardless of the data."""
     if mixture:
         mixture_stages(mixture)
     if max_epochs and not mixture:
-        raise BadInput("max_epochs needs a mixture; also set data.mixture")
+        raise BadInput("max_epochs requires data.mixture; set data.mixture, or remove max_epochs")
     if wrong := {name: number for name, number in max_epochs.items() if not 0 < number < math.inf}:
         raise BadInput(
             f"max_epochs={wrong} must be above 0 and finite; to exclude a source, remove it from the mixture"
@@ -239,4 +239,4 @@ def check_skips(ranges: Iterable[Sequence[int]]) -> None:
     """Raises BadInput unless every range is [from, to) with 0 <= from < to."""
     for start, stop in ranges:
         if not 0 <= start < stop:
-            raise BadInput(f"skip_batches has ({start}, {stop}); a range is (from, to) with 0 <= from < to")
+            raise BadInput(f"skip_batches contains ({start}, {stop}), but a range (from, to) must have 0 <= from < to")

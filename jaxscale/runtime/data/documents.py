@@ -43,7 +43,7 @@ class SplitRule(NamedTuple):
     clip: int = 0  # length in tokens to which documents are truncated; 0: no limit
 
     def lengths(self, whole: np.ndarray, sources: np.ndarray, part: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (first token, number of tokens) of the part of each document, given whole lengths and sources."""
+        """Returns (first token, number of tokens) of each document in the part. whole: length of each document."""
         skipped = np.zeros_like(whole)
         if self.tails:
             train_lengths = whole - (whole * self.fraction).astype(np.int64)
@@ -67,10 +67,10 @@ class MappedFiles(dict):
 
 
 class TokenSet:
-    """The token files of all documents, in order, memory-mapped at first use. Pickling excludes the memory maps."""
+    """Token files of all documents, in order. Files are memory-mapped at first use. Pickling excludes the maps."""
 
     def __init__(self, files: Sequence[tuple[str, str, str, int, int, Mapping[str, Expected]]]):
-        """files: tuples (path, dtype, path of the loss mask or '', documents, tokens, {path: expected state})."""
+        """files: (path, dtype, loss mask path or '', number of documents, number of tokens, {path: expected state})."""
         self._files = files
         self.paths, dtypes, self.loss_masks, documents, tokens, expected = zip(*files)
         self.first_documents, self.first_tokens = (
@@ -117,7 +117,7 @@ def write_documents(
     out: ArrayWriter, chunks: Iterable[DocumentChunk], rule: SplitRule, num_sources: int, groups: Mapping[str, int],
     *, use_int64: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Writes the index and returns its metadata as JSON data. groups: {part: number of groups}. Raises NeedsInt64."""
+    """Writes the index; returns its metadata as JSON data. groups: {part: number of groups}. May raise NeedsInt64."""
     number = total = base = 0
     source_type = np.uint8 if num_sources <= 1 << 8 else np.uint16
     counts = {part: np.zeros(num, np.int64) for part, num in groups.items()}
@@ -162,7 +162,7 @@ def pad_to_block(values: np.ndarray) -> np.ndarray:
 
 
 def write_positions(out: ArrayWriter, number: int, positions: np.ndarray, base: int, *, use_int64: bool) -> int:
-    """Writes the starts of documents from `number` on, relative to bases; returns the last base. Raises NeedsInt64."""
+    """Writes document starts as offsets from bases; returns the last base. Raises NeedsInt64 if offsets overflow."""
     if use_int64:
         out.append("positions", positions)
         return base
@@ -181,7 +181,7 @@ class DocumentIndex:
     """Index of the documents, read from memory-mapped arrays. Methods take and return arrays of any length."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any], files: TokenSet | None = None):
-        """metadata: result of write_documents. files: token files; None if only rows are planned."""
+        """metadata: result of write_documents(). files: token files; None to plan rows without reading tokens."""
         self.arrays, self.metadata, self.files = arrays, metadata, files
         self.rule = SplitRule(metadata["rule"]["fraction"], tuple(metadata["rule"]["tails"]), metadata["rule"]["clip"])
 
@@ -189,7 +189,7 @@ class DocumentIndex:
         return self.metadata["number"]
 
     def positions(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns int64[n], the start of each document in the token stream; for number len(self), the end."""
+        """Returns int64[n], the start of each document in the token stream. Number len(self) gives the end."""
         found = self.arrays["positions"][numbers].astype(np.int64)
         return found + self.arrays["bases"][numbers // BASE] if "bases" in self.arrays else found
 
@@ -208,7 +208,7 @@ class DocumentIndex:
         return self.rule.lengths(whole, self.sources(numbers) if self.rule.tails else numbers, part)
 
     def locate(self, numbers: np.ndarray, part: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (file, offset in the file of the part's first token) for each document."""
+        """Returns (file number, offset in the file) of the first token of each document in the part."""
         assert self.files is not None, "locate needs the token files"
         files = self.files.first_documents.searchsorted(numbers, side="right") - 1
         begins = self.positions(numbers) - self.files.first_tokens[files]
@@ -219,7 +219,7 @@ class DocumentIndex:
         return self.metadata["members"][part][group]
 
     def select(self, part: str, group: int, ranks: np.ndarray) -> np.ndarray:
-        """Returns int64[n], the document numbers of the given ranks in a group (succinct select)."""
+        """Returns int64[n], the number of the document with each rank in a group (select on the bit vector)."""
         if self.size(part, group) == len(self):
             return ranks
         block_ranks = self.arrays[f"{part}.{group}.ranks"]
@@ -233,7 +233,7 @@ class DocumentIndex:
         return blocks * BLOCK + word * 64 + byte * 8 + SELECT_IN_BYTE[word_bytes[np.arange(len(bits)), byte], rank_left]
 
     def rank(self, part: str, group: int, number: int) -> int | None:
-        """Returns the rank of a document in a group (the inverse of select), or None if it is not in the group."""
+        """Returns the rank of a document in a group (inverse of select), or None for a document of another group."""
         block, place = divmod(number, BLOCK)
         members = np.unpackbits(self._bits(part, group, np.array([block]))[0], bitorder="little")
         if not members[place]:
@@ -241,7 +241,7 @@ class DocumentIndex:
         return int(self.arrays[f"{part}.{group}.ranks"][block]) + int(members[:place].sum())
 
     def _bits(self, part: str, group: int, blocks: np.ndarray) -> np.ndarray:
-        """Returns uint8[n, BLOCK / 8], the bits of a group in each block."""
+        """Returns uint8[n, BLOCK / 8], one bit per document of each block: 1 if the document is in the group."""
         bits = self.arrays[f"{part}.bits"].reshape(-1, BLOCK // 8).take(blocks, axis=0)
         if len(self.metadata["members"][part]) == 1:
             return bits
@@ -249,7 +249,7 @@ class DocumentIndex:
         return bits & np.packbits(sources == group, axis=1, bitorder="little")
 
     def members(self, part: str, group: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields (document numbers, lengths in the part) of a group, at most CHUNK_DOCUMENTS at a time."""
+        """Yields (document numbers, lengths in the part) of the documents of a group, in chunks of CHUNK_DOCUMENTS."""
         for first in range(0, len(self), CHUNK_DOCUMENTS):
             numbers = np.arange(first, min(first + CHUNK_DOCUMENTS, len(self)))
             blocks = np.arange(first // BLOCK, -(-(first + len(numbers)) // BLOCK))
@@ -259,7 +259,7 @@ class DocumentIndex:
 
 
 def select_part(counts: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (column that contains each rank, rank within that column). counts: [n, columns]. ranks: [n]."""
+    """Returns (column that contains each rank, rank within the column). counts: [n, columns]. ranks: [n]."""
     part = np.zeros(len(ranks), np.int64)
     for column in range(counts.shape[1] - 1):  # for a few columns, a loop is faster than a cumulative sum
         is_behind = (part == column) & (ranks >= counts[:, column])

@@ -60,7 +60,7 @@ def has_records(path: str, cfg: DocumentsConfig) -> bool:
 
 
 def read_fields(path: str, cfg: DocumentsConfig) -> FileFields | None:
-    """Returns the fields of a file, or None for an empty file or a format without fields. Raises errors of reading."""
+    """Returns the fields of a file, or None for an empty file or a format without fields. Raises Damaged or OSError."""
     if is_table(path):
         with open_table(path, cfg) as table:
             schema = table.schema
@@ -88,7 +88,7 @@ def read_fields(path: str, cfg: DocumentsConfig) -> FileFields | None:
 def iter_records(
     path: str, cfg: DocumentsConfig, skipped: Counter, part: Part = WHOLE, raw: Sequence[str] = ()
 ) -> Iterator[tuple[int, str, bytes, Any]]:
-    """Yields (offset, 'line 3' or 'record 3', bytes, value) for each record of a file with has_records(path)."""
+    """Yields (offset, 'line 3' or 'record 3', bytes, value) for each record of a JSON Lines or ArrayRecord file."""
     if is_json_lines(path):
         for offset, number, line, record, _ in jsonl.json_records(path, cfg, skipped, part):
             yield offset, jsonl.format_line(number, part), line, record
@@ -115,24 +115,24 @@ def choose_field(
 ) -> FieldChoice:
     """Selects the field to read: the field in the settings, else a text field, else a field of token ids.
 
-    chat: settings of data.name='chat', which prefers conversations; None for other values of data.name.
-    Raises: BadInput if ids_field does not contain token ids, or if there are only conversations and chat is None.
+    chat: settings of conversations, which then have priority; None unless data.name='chat'.
+    Raises BadInput if ids_field contains no token ids, or if `chat` is None and the file has only conversations.
     """
     setting = f"{cfg.where}ids_field"
     if fields is None:
         if cfg.ids_field:
-            raise BadInput(f"{path} has no fields, and {setting}={cfg.ids_field!r}; exclude the file or unset it")
+            raise BadInput(f"{setting}={cfg.ids_field!r}, but {path} has no fields; exclude it or unset ids_field")
         return FieldChoice("text")
     found = candidate_fields(fields, cfg, chat)
     if cfg.ids_field and not fields.has_ids(cfg.ids_field):
         problem = "no lists of integers in" if fields.has(cfg.ids_field) else "no field"
         has = f"{path} has {problem} {cfg.ids_field!r}; its fields are {', '.join(fields.names)[:300]}"
-        raise BadInput(f"{has}; set {setting}")
+        raise BadInput(f"{has}; set {setting} to a field of token ids")
     if not found or (found[0][0] == "chat" and chat is None):
         if found and cfg.damaged == "stop":
             raise BadInput(
-                f"{path} has no field {cfg.text_field!r}, but conversations in {found[0][1]!r}; train on them with "
-                f"data.name='chat', or set {cfg.where}text_field"
+                f"{path} has no text field {cfg.text_field!r}, but has conversations in {found[0][1]!r}; set "
+                f"data.name='chat' to train on conversations, or set {cfg.where}text_field to a field of text"
             )
         return FieldChoice("text", cfg.text_field)  # reading it raises an error with file and row
     (kind, field, _), *others = found
@@ -154,7 +154,7 @@ def label_and_mask_fields(field: str) -> tuple[str, str]:
 
 
 def candidate_fields(fields: FileFields, cfg: DocumentsConfig, chat: ChatConfig | None) -> list[tuple[Kind, str, str]]:
-    """Returns (kind, field, text with field and setting) for all candidate fields, in order of priority."""
+    """Returns (kind, field, description with the setting) of each field that could be read, by priority."""
     names = chat or ChatConfig()
     pair = (names.prompt_field, names.completion_field)
     chats = [name for name in CHAT_FIELDS if fields.has(name)]
@@ -174,7 +174,7 @@ def candidate_fields(fields: FileFields, cfg: DocumentsConfig, chat: ChatConfig 
 def choose_fields(
     files: Sequence[SourceFile], cfg: DocumentsConfig, chat: ChatConfig | None = None
 ) -> dict[SourceFile, FieldChoice]:
-    """Returns the choice of field for each file. With data.damaged='skip', damaged files are counted later, as text."""
+    """Returns the field to read from each file. With data.damaged='skip', the reader later skips damaged files."""
     found = {}
     for file in files:
         try:
@@ -189,12 +189,12 @@ def choose_fields(
 
 
 def check_tokenizer(found: Mapping[SourceFile, FieldChoice], *, is_named: bool, needed: bool) -> None:
-    """Raises BadInput if there are token ids and text but no named tokenizer. needed: also if there are only ids."""
+    """Raises BadInput for token ids without a named tokenizer, if other files have text or `needed` is True."""
     ids = [file.path for file, choice in found.items() if choice.kind == "ids"]
     others = [file.path for file, choice in found.items() if choice.kind != "ids"]
     if ids and not is_named and (others or needed):
         text = f", and {others[0]} contains text" if others else ""
-        raise BadInput(f"{ids[0]} contains token ids{text}; set data.tokenizer to the tokenizer of the ids")
+        raise BadInput(f"{ids[0]} contains token ids{text}; set data.tokenizer to the tokenizer that produced the ids")
 
 
 def describe_choices(found: Mapping[SourceFile, FieldChoice], cfg: DocumentsConfig) -> list[str]:
@@ -234,7 +234,7 @@ class TokenIds(NamedTuple):
 def read_ids(
     path: str, choice: FieldChoice, cfg: DocumentsConfig, vocabulary: Vocabulary, skipped: Counter, part: Part = WHOLE
 ) -> Iterator[tuple[int, TokenIds, Metadata]]:
-    """Yields (offset, ids, metadata) of each row, and counts skipped rows. Raises BadInput naming a malformed row."""
+    """Yields (offset, ids, metadata) of each row, and counts skipped rows. Raises BadInput for a malformed row."""
     for offset, place, fields, words in raw_rows(path, choice, cfg, skipped, part):
         try:
             found = check_row(*fields, place, choice.field)
@@ -253,7 +253,7 @@ def read_ids(
 def raw_rows(
     path: str, choice: FieldChoice, cfg: DocumentsConfig, skipped: Counter, part: Part
 ) -> Iterator[tuple[int, str, tuple[Any, Any, Any], Metadata]]:
-    """Yields (offset, place, (ids, labels, mask), metadata) of each raw row, with None for null values."""
+    """Yields (offset, location, (ids, labels, mask), metadata) of each row before any check. Null values are None."""
     if not is_table(path):
         names = (choice.field, *label_and_mask_fields(choice.field))  # labels may be missing in the first record
         for offset, place, line, record in iter_records(path, cfg, skipped, part):
@@ -278,13 +278,13 @@ def raw_rows(
 
 
 def list_column(batch: Any, name: str, path: str) -> list[np.ndarray | None]:
-    """Returns an array for each list in a column. Lists that contain null have dtype object; null lists give None."""
+    """Returns an array for each list in a column, None for a null list. Lists with null elements have dtype object."""
     import pyarrow
     import pyarrow.compute
 
     compute: Any = pyarrow.compute  # Any, because its functions are created at import
     if type_of(batch.schema, name) is None:
-        raise BadInput(f"{path} has no column {name!r} in some of its rows; rewrite it with one schema")
+        raise BadInput(f"{path}: some rows have no column {name!r}; write the file again with a single schema")
     column = column_of(batch, name)
     if isinstance(column, pyarrow.ExtensionArray):
         column = column.storage
@@ -292,7 +292,7 @@ def list_column(batch: Any, name: str, path: str) -> list[np.ndarray | None]:
     inner = getattr(column.type, "value_type", None)  # type of the list elements
     is_number = inner is not None and (pyarrow.types.is_integer(inner) or pyarrow.types.is_boolean(inner))
     if not is_number or pyarrow.types.is_dictionary(column.type):
-        raise BadInput(f"{path}: column {name!r} is {column.type}, not lists of integers")
+        raise BadInput(f"{path}: column {name!r} has type {column.type}, but must contain lists of integers")
     lengths = compute.list_value_length(column)
     flat = column.flatten()
     nulls = np.flatnonzero(flat.is_null().to_numpy(zero_copy_only=False))
@@ -313,13 +313,13 @@ def check_row(ids: Any, labels: Any, mask: Any, place: str, field: str) -> Token
     mask = None if mask is None else integers(mask, ATTENTION_MASK, place)
     for name, values in ((LABELS, labels), (ATTENTION_MASK, mask)):
         if values is not None and len(values) != len(ids):
-            raise BadInput(f"{place} has {len(values):,} {name} for {len(ids):,} token ids; the numbers must be equal")
+            raise BadInput(f"{place} has {len(values):,} {name} for {len(ids):,} token ids; the lengths must be equal")
     loss_mask = None if labels is None else labels != NOT_LEARNED
     if labels is not None and (wrong := np.flatnonzero(loss_mask & (labels != ids))).size:
         i = int(wrong[0])
         raise BadInput(
-            f"{place} has labels[{i}]={labels[i]} where the token id is {ids[i]}; a label must equal its token id, or "
-            "be -100 for no loss (labels must not be shifted)"
+            f"{place} has labels[{i}]={labels[i]}, but token id {ids[i]} at the same index; a label must equal its "
+            "token id (do not shift labels), or be -100 to exclude the token from the loss"
         )
     if mask is not None:
         tokens = token_slice(mask, place)
@@ -330,7 +330,7 @@ def check_row(ids: Any, labels: Any, mask: Any, place: str, field: str) -> Token
 
 
 def integers(values: Any, what: str, place: str) -> np.ndarray:
-    """Converts a list of integers, or None, to an array. Raises BadInput for other values. what: name for messages."""
+    """Converts a list of integers to an array (None: empty). Raises BadInput for other values. what: name in errors."""
     if values is None or (isinstance(values, list) and not values):
         return np.zeros(0, np.int64)
     found = None
@@ -346,12 +346,12 @@ def integers(values: Any, what: str, place: str) -> np.ndarray:
 
 
 def token_slice(mask: np.ndarray, place: str) -> slice:
-    """Returns the slice of tokens that are not padding. Raises BadInput unless the mask is 0..0 1..1 0..0."""
+    """Returns the slice of tokens that are not padding. Raises BadInput if the ones of the mask are not contiguous."""
     if ((mask != 0) & (mask != 1)).any():
         value = int(mask[(mask != 0) & (mask != 1)][0])
         raise BadInput(
-            f"{place} has {value} in its attention_mask, which must be 1 for a token and 0 for padding; store each "
-            "document in a separate row"
+            f"{place} has {value} in its attention_mask; use 1 for tokens and 0 for padding, and store each document "
+            "in a separate row"
         )
     (tokens,) = np.nonzero(mask)
     if not len(tokens):
@@ -359,17 +359,17 @@ def token_slice(mask: np.ndarray, place: str) -> slice:
     begin, end = int(tokens[0]), int(tokens[-1]) + 1
     if end - begin != len(tokens):
         raise BadInput(
-            f"{place} has padding between tokens in its attention_mask; only padding at the ends is supported"
+            f"{place} has padding between tokens in its attention_mask; pad only at the beginning or the end"
         )
     return slice(begin, end)
 
 
 def check_vocabulary(found: TokenIds, vocabulary: Vocabulary, setting: str) -> None:
-    """Raises BadInput with the file and row if an id is outside the vocabulary. setting: name of ids_field."""
+    """Raises BadInput if an id is outside the vocabulary. setting: full name of the ids_field setting."""
     bad = (found.ids < 0) | (found.ids >= vocabulary.size)
     if bad.any():
         raise BadInput(
             f"{found.place} has the token id {found.ids[bad][0]}, but {vocabulary.tokenizer or 'a vocabulary'} has ids "
-            f"from 0 to {vocabulary.size - 1}; set data.tokenizer to the tokenizer of the ids, and their field in "
-            f"{setting}"
+            f"from 0 to {vocabulary.size - 1}; set data.tokenizer to the tokenizer that produced the ids, and "
+            f"{setting} to the field that contains them"
         )

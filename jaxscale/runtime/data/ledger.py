@@ -64,9 +64,9 @@ class Ledger:
     """Maps steps to documents, and documents to steps. The constructor reads no data."""
 
     def __init__(self, corpus: Corpus, batches: Batches, skipped: Iterable[Sequence[int]] = ()):
-        """batches: batches of the run, with its mixture. skipped: skipped batch ranges from the checkpoint."""
+        """batches: the run's batches, with its mixture. skipped: ranges of skipped batches, from the checkpoint."""
         if not corpus.shards:
-            raise BadInput(f"data.name={corpus.cfg.name!r} has no documents: its tokens are random")
+            raise BadInput(f"data.name={corpus.cfg.name!r} generates random tokens, so there are no documents to trace")
         self.corpus, self.batches, self.skipped = corpus, batches, tuple(skipped)
         self._rows = corpus.train_rows
 
@@ -86,7 +86,7 @@ class Ledger:
         return [self.entry(*(int(value) for value in values)) for values in zip(*columns)]
 
     def names(self, n: int) -> list[str]:
-        """Returns the names of batch n's documents, most tokens first. Reads indexes and headers but no lineage."""
+        """Returns the names of the documents in batch n, by decreasing number of tokens. Does not read the lineage."""
         pieces = self._rows.pieces(self.batches.row_numbers(n))
         tokens = collections.Counter()
         for number, length in zip(pieces.documents.tolist(), pieces.lengths.tolist()):
@@ -94,7 +94,7 @@ class Ledger:
         return [self.name(number) for number, _ in tokens.most_common()]
 
     def name(self, number: int) -> str:
-        """Returns 'SOURCE FILE, document 3' (counted from 0), or 'SOURCE SHARD:NUMBER' if the file is unknown."""
+        """Returns 'SOURCE FILE, document 3' (zero-based), or 'SOURCE SHARD:NUMBER' if the file is unknown."""
         at, place = self.place(number)
         shard, source = self.corpus.shards[at], self.source(number)
         file, first = source_file(shard, place)
@@ -111,7 +111,7 @@ class Ledger:
         return self.corpus.source_names[int(self._rows.documents.sources(np.array([number]))[0])]
 
     def steps_of(self, document: str, stop: int) -> list[tuple[int, DocumentPiece]]:
-        """Returns (step, piece) for each occurrence of the documents with this name in steps below `stop`, in order."""
+        """Returns (step, piece) for each piece of the documents with this name in the steps before `stop`, in order."""
         stop_place = self.batches.sizes.begin(batch_index(stop - 1, self.skipped) + 1)
         found = self.find(document)
         firsts = self._rows.documents.files.first_documents
@@ -121,7 +121,7 @@ class Ledger:
             which = f"each of the {len(found)} documents of this name, such as " if len(found) > 1 else ""
             raise BadInput(
                 f"--doc={document}: {which}document {number} of {self.corpus.shards[at].place} is empty or in the "
-                "validation set, so no step trains on it; give a document that --step lists"
+                "validation set, so no step trains on it; use a document that --step lists"
             )
         occurrences = []
         for number, document_rows in rows.items():
@@ -138,7 +138,7 @@ class Ledger:
         return sorted(occurrences, key=lambda occurrence: (occurrence[0], occurrence[1].row))
 
     def entry(self, row: int, begin: int, tokens: int, skipped: int, number: int) -> DocumentPiece:
-        """Returns a piece with its origin. skipped: preceding tokens of the document. number: document number."""
+        """Returns a document piece. skipped: number of tokens of the document before it. number: document number."""
         at, place = self.place(number)
         source, shard = self.source(number), self.corpus.shards[at].place
         return DocumentPiece(row, begin, tokens, skipped, source, shard, place, *self.origin(number))
@@ -156,7 +156,7 @@ class Ledger:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
     def _groups(self, at: int) -> np.ndarray:
-        """Returns the first document of each row group in a shard's lineage file, and the end."""
+        """Returns the first document of each row group in a shard's lineage file, then the number of documents."""
         with open_lineage(self.corpus.shards[at].lineage_path) as file:
             sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         return np.cumsum([0, *sizes])
@@ -169,13 +169,13 @@ class Ledger:
 
     @functools.cached_property
     def _names(self) -> Any:
-        """Returns the index of names of a prepared set, or None if there is none."""
+        """Returns the document name index of a prepared set, or None if the set has no such index."""
         cfg, published = self.corpus.cfg, self.corpus.published
         location = f"{published}/{folder_name('names', names_cache_key(self.corpus.shards))}"
         return find_arrays(location, cache_folder(cfg), cfg.cache_bytes, cfg.verify, None) if published else None
 
     def find(self, document: str) -> list[tuple[int, int]]:
-        """Returns (index of the shard, number in the shard) of each document with this name. Raises BadInput."""
+        """Returns (shard index, number in the shard) of each document with this name. Raises BadInput if none match."""
         document = escape_non_utf8(document)
         file, _, offset = document.rpartition(":")
         place = int(offset) if offset.isdecimal() and len(offset) <= OFFSET_DIGITS else None
@@ -196,13 +196,13 @@ class Ledger:
                     found += [(at, number) for number in scan_lineage(shard, document, file, place)]
         if not found and document:
             raise BadInput(
-                f"--doc={document}: no document of the corpus has this id or location; give an id, FILE:OFFSET, or "
-                "SHARD.bin:NUMBER as listed by --step"
+                f"--doc={document}: no document of the corpus has this id or location; use an id, FILE:OFFSET or "
+                "SHARD.bin:NUMBER that --step lists"
             )
         return sorted(set(found))
 
     def text(self, entry: DocumentPiece, tokens_BT: np.ndarray, characters: int) -> str | None:
-        """Returns the first characters of the piece's text, or None without a tokenizer."""
+        """Returns the first characters of a document piece, or None if the corpus has no tokenizer."""
         if self.corpus.tokenizer is None:
             return None
         ids = tokens_BT[entry.row, entry.begin : entry.begin + min(entry.tokens, 8 * characters + 8)]
@@ -210,7 +210,7 @@ class Ledger:
 
 
 def scan_lineage(shard: Shard, document: str, file: str, offset: int | None) -> Iterator[int]:
-    """Yields the numbers of a shard's documents with this id or location. offset: None to match only the id."""
+    """Yields the numbers of the documents in a shard with this id or location. offset: None to match only the id."""
     import pyarrow
     import pyarrow.compute
 
@@ -233,7 +233,7 @@ def scan_lineage(shard: Shard, document: str, file: str, offset: int | None) -> 
 
 
 def source_file(shard: Shard, number: int) -> tuple[str, int]:
-    """Returns (file of a document, number of the file's first document) from the shard's header; ('', 0) if unknown."""
+    """Returns (file of a document, first document number in the file) from the shard header, or ('', 0) if unknown."""
     documents = [file["documents"] for file in shard.header["files"]]
     ends = np.cumsum(documents)
     at = int(np.searchsorted(ends, number, side="right"))
@@ -241,18 +241,18 @@ def source_file(shard: Shard, number: int) -> tuple[str, int]:
 
 
 def names_cache_key(shards: Sequence[Shard]) -> dict[str, Any]:
-    """Returns the cache key of the index of names of these shards."""
+    """Returns the cache key of the document name index of these shards."""
     return {"names": [shard.header["sha256"].get("docs", "") for shard in shards], "layout": LAYOUT}
 
 
 def publish_names(folder: Path, shards: Sequence[Shard]) -> Path:
-    """Creates the index of names in the folder of a prepared set unless it exists; returns its path."""
+    """Creates the document name index in the folder of a prepared set if it is missing; returns its path."""
     make = functools.partial(write_names, shards=shards)
     return ensure_folder(folder, "names", names_cache_key(shards), make, is_cache=False)
 
 
 def write_names(folder: Path, shards: Sequence[Shard]) -> None:
-    """Writes the index of names of all shards with a lineage."""
+    """Writes the document name index of all shards with a lineage."""
     total = sum(shard.header["num_documents"] for shard in shards)
     buckets = DiskBuckets(folder, [("key", "<u4"), ("number", "<i8")], 2 * total)
     width, first = -(-(1 << KEY_BITS) // buckets.number), 0
@@ -296,7 +296,7 @@ def id_keys(table: "pyarrow.Table") -> tuple[np.ndarray, np.ndarray]:
 
 
 def string_hashes(text: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Returns uint64[n], the hash of each UTF-8 string. The strings must be nonempty and cover `text`."""
+    """Returns uint64[n], the hash of each UTF-8 string. `text` must be the concatenation of the nonempty strings."""
     if not len(begins):
         return np.zeros(0, np.uint64)
     positions = np.arange(len(text)) - np.repeat(begins, lengths)
@@ -306,7 +306,7 @@ def string_hashes(text: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> 
 
 
 def string_hash(text: str) -> int:
-    """Returns the hash of one string, as string_hashes() computes it; 0 for an empty string."""
+    """Returns the same hash as string_hashes() for a single string, or 0 for an empty string."""
     content = np.frombuffer(text.encode(errors="surrogateescape"), np.uint8)
     return int(string_hashes(content, np.zeros(1, np.int64), np.array([len(content)]))[0]) if len(content) else 0
 
@@ -322,7 +322,7 @@ def high_bits(hashes: np.ndarray) -> np.ndarray:
 
 
 def candidate_documents(names: Arrays, document: str, file: str, offset: int | None) -> list[int]:
-    """Returns the sorted numbers of documents that may have this id or location. offset: None to match only the id."""
+    """Returns sorted numbers of documents with the hash of this id or location. offset: None to match only the id."""
     keys = [high_bits(np.array([string_hash(document)], np.uint64))]
     if file and offset is not None:
         file_hash = np.array([string_hash(on_one_line(file))], np.uint64)

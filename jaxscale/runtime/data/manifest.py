@@ -89,7 +89,7 @@ def write_manifest(
     """
     folder = Path(folder)
     if not names or len(set(names)) != len(names):
-        raise BadInput(f"{folder}: a manifest must list each shard once, and at least one, not {list(names)[:5]}")
+        raise BadInput(f"{folder}: the shard list {list(names)[:5]} is empty or has duplicates; list each shard once")
     entries, tokenizers = [], {}
     sources: dict[str, dict[str, Any]] = {}
     for name in names:
@@ -105,7 +105,7 @@ def write_manifest(
             total["documents"] += number
             total["tokens"] += size
     if len(tokenizers) > 1:
-        raise BadInput(f"{folder} has shards of {len(tokenizers)} tokenizers; a set must have a single tokenizer")
+        raise BadInput(f"{folder} has shards of {len(tokenizers)} tokenizers; use one tokenizer for all shards")
     for source, size in (source_bytes or {}).items():
         sources.setdefault(source, {"documents": 0, "tokens": 0})["text_bytes"] = int(size)
     (made_with,) = tokenizers.values()
@@ -124,7 +124,7 @@ def write_manifest(
     try:
         json.dumps([content["recipe"], content["versions"]], allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise BadInput(f"the recipe cannot be written to {folder / NAME}: {error}") from None
+        raise BadInput(f"the recipe and versions in {folder / NAME} must be valid JSON: {error}") from None
     write_json(folder / NAME, content)
     shutil.copymode(folder / f"{names[0]}.json", folder / NAME)  # same permissions as the shards
     return read_manifest(folder / NAME)
@@ -133,7 +133,7 @@ def write_manifest(
 def write_tokenizer(folder: Path, name: str, content: bytes) -> dict[str, Any]:
     """Writes a tokenizer file next to the shards and returns its manifest entry."""
     if name not in TOKENIZERS:
-        raise BadInput(f"{name} is neither a tokenizer.json nor a .model")
+        raise BadInput(f"{name} is not a supported tokenizer file; use tokenizer.json or tokenizer.model")
     write_synced(folder / name, content)
     return {"file": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
@@ -148,10 +148,10 @@ def shard_entry(folder: Path, name: str, shard: Shard) -> dict[str, Any]:
     base = folder / name
     if not SHARD_NAME.fullmatch(name) or shard.header["bin"] != f"{base.name}.bin":
         raise BadInput(
-            f"{base}.json: a shard of a set needs a plain name, in at most one numbered folder, and its .bin next to it"
+            f"{base}.json: name the shard NAME or NUMBER/NAME (letters, digits, '.', '_', '-'), and its .bin NAME.bin"
         )
     if sum(file["documents"] for file in shard.header["files"]) != shard.header["num_documents"]:
-        raise BadInput(f"{base}.json: its 'files' do not account for its {shard.header['num_documents']:,} documents")
+        raise BadInput(f"{base}.json: the counts in 'files' do not sum to {shard.header['num_documents']:,} documents")
     relative = lambda path: str(Path(path).relative_to(folder))
     files = {relative(path): (os.path.getsize(path), sha256) for _, path, sha256 in shard_files(Path(f"{base}.json"))}
     for ending in (".json", *SUFFIXES.values()):  # older headers do not have the hashes of all files
@@ -170,7 +170,7 @@ def shard_entry(folder: Path, name: str, shard: Shard) -> dict[str, Any]:
 
 
 def is_manifest(path: str) -> bool:
-    """Returns True if a local file has the content of a manifest, or if a URL ends with .json."""
+    """Returns True for a local file with the content of a manifest, and for any URL that ends with .json."""
     if "://" in path:
         return path.endswith(".json")
     if not path.endswith(".json"):
@@ -183,19 +183,19 @@ def is_manifest(path: str) -> bool:
 
 
 def read_manifest(path: Path | str) -> Manifest:
-    """Reads the manifest at a local path, without the other files. Raises BadInput if the manifest is invalid."""
+    """Reads a local manifest, but not the files that it lists. Raises BadInput if the manifest is invalid."""
     try:
         return parse_manifest(str(path), read_json(path))
     except FileNotFoundError:
-        raise BadInput(f"{path} does not exist; a set without its manifest is incomplete: {FIX}") from None
+        raise BadInput(f"{path} does not exist, so the set is incomplete; {FIX}") from None
 
 
 def parse_manifest(path: str, content: Any) -> Manifest:
-    """Validates the content and returns the manifest. Raises BadInput naming `path` and the invalid entry."""
+    """Validates the content and returns the manifest. Raises BadInput that names `path` and the invalid entry."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise BadInput(f"{path} is not the manifest of a prepared set")
     if content.get("version") != VERSION:
-        raise BadInput(f"{path} has format version {content.get('version')}; this program reads version {VERSION}")
+        raise BadInput(f"{path} has format version {content.get('version')}; this jaxscale supports version {VERSION}")
     for key, kind in CONTENT_TYPES.items():
         if not has_type(content.get(key), kind):
             raise BadInput(f"{path} has an invalid {key!r}; {FIX}")
@@ -206,16 +206,16 @@ def parse_manifest(path: str, content: Any) -> Manifest:
         allowed = {f"{shard['name']}{ending}" for ending in (".json", *SUFFIXES.values())}
         good = SHARD_NAME.fullmatch(shard["name"]) and set(needed) <= shard["files"].keys() <= allowed
         if not good or not all(map(is_hash_entry, shard["files"].values())):
-            raise BadInput(f"{path} has invalid 'files' of shard {shard['name']!r}; {FIX}")
+            raise BadInput(f"{path} has invalid 'files' for shard {shard['name']!r}; {FIX}")
     if not content["shards"] or len({shard["name"] for shard in content["shards"]}) != len(content["shards"]):
-        raise BadInput(f"{path} lists no shard, or a shard twice; {FIX}")
+        raise BadInput(f"{path} lists no shards, or has duplicate shards; {FIX}")
     tokenizer = content["tokenizer"]
     if tokenizer.get("file") not in (None, *TOKENIZERS) or (tokenizer.get("file") and not is_hash_entry(tokenizer)):
         raise BadInput(f"{path} has an invalid 'tokenizer'; {FIX}")
     if set_fingerprint(content["shards"]) != content["fingerprint"]:
-        raise BadInput(f"{path} has a fingerprint that does not match its shards: it was edited; {FIX}")
+        raise BadInput(f"{path} was edited: its fingerprint does not match its shards; {FIX}")
     if wrong := [key for key, total in totals(content["shards"]).items() if content[key] != total]:
-        raise BadInput(f"{path} has a {wrong[0]!r} that does not match its shards: it was edited; {FIX}")
+        raise BadInput(f"{path} was edited: its {wrong[0]!r} does not match its shards; {FIX}")
     return Manifest(path, {**content, "tokenizer": {"file": None, **tokenizer}})
 
 
@@ -255,14 +255,14 @@ def changed_line(path: str, problem: str) -> str:
 
 
 def check_manifest(path: Path | str, deep: bool) -> Manifest:
-    """Returns the manifest of a complete set. Raises BadInput for missing or changed files. deep: check hashes."""
+    """Returns the manifest of a complete set. Raises BadInput for missing or changed files. deep: also check hashes."""
     manifest = read_manifest(path)
     raise_problems(manifest_problems(manifest, deep=deep))
     return manifest
 
 
 def raise_problems(problems: Sequence[str]) -> None:
-    """Raises BadInput with the first problems, and the number of other problems, unless the list is empty."""
+    """Raises BadInput with the first SHOWN problems and the number of other files, if there are problems."""
     if problems:
         more = f"; and {len(problems) - SHOWN:,} more such files" if len(problems) > SHOWN else ""
         raise BadInput("; ".join(problems[:SHOWN]) + more)
@@ -278,7 +278,7 @@ def verify_once(manifest: Manifest, cache: Path, say: Callable[[str], None] = pr
 
 
 def open_set(manifest: Manifest, locate: Callable[[str], str] | None = None) -> list[Shard]:
-    """Opens the shards of a manifest in order. locate: (name) -> path of a file; None: next to the manifest."""
+    """Opens the shards of a manifest in order. locate: function from file name to path; None: the manifest's folder."""
     folder = Path(manifest.path).parent
     locate = locate or (lambda name: str(folder / name))
     tokenizer = manifest.content["tokenizer"]["file"]
@@ -297,7 +297,7 @@ def open_set(manifest: Manifest, locate: Callable[[str], str] | None = None) -> 
         listed = [entry[key] for key in ("tokens", "documents", "max_id", "text_bytes")]
         is_other = shard.fingerprint != entry["fingerprint"] or shard.header["bin"] != f"{Path(name).name}.bin"
         if is_other or found != listed:
-            raise BadInput(f"{header_path} is not the shard that {manifest.path} lists; {FIX}")
+            raise BadInput(f"{header_path} does not match its entry in {manifest.path}; {FIX}")
         if listed_table := files.get(table := f"{name}{SUFFIXES['token_bytes']}"):
             if listed_table["sha256"] not in tables:
                 tables[listed_table["sha256"]] = read_token_bytes(locate(table))

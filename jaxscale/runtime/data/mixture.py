@@ -34,7 +34,7 @@ class MixtureStage(NamedTuple):
     first_row: int = 0
 
     def find(self, source: int, turns: np.ndarray) -> np.ndarray:
-        """Returns the positions in the repeated pattern of a source's rows. turns: indices of these rows."""
+        """Returns the positions of a source's rows in the stage. turns: indices of the rows within the source."""
         cycles, offset = np.divmod(turns, self.counts_G[source])
         return cycles * len(self.sources_L) + np.flatnonzero(self.sources_L == source)[offset]
 
@@ -46,7 +46,7 @@ class MixtureStage(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mixture:
-    """The stages of a run's stream of rows. Each stage continues with the next rows of its sources."""
+    """The stages of a run. In each stage, every source continues after the rows that earlier stages used."""
 
     names: tuple[str, ...]  # names of the G sources
     stages: tuple[MixtureStage, ...]
@@ -67,7 +67,7 @@ class Mixture:
         return np.stack(before)
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (source, number of earlier rows of that source) for each position int64[m] of the stream."""
+        """Returns (source, number of earlier rows of that source) for each position int64[m] in the stream."""
         sources, turns = np.empty_like(positions), np.empty_like(positions)
         numbers = self._starts.searchsorted(positions, side="right") - 1
         for number in np.unique(numbers):
@@ -78,12 +78,12 @@ class Mixture:
         return sources, turns
 
     def source_numbers(self, positions: np.ndarray) -> np.ndarray:
-        """Returns the index in reported_names of each position's source, or -1 if the source is not listed."""
+        """Returns the index of each position's source in reported_names, or -1 for other sources."""
         numbers = {name: number for number, name in enumerate(self.reported_names)}
         return np.array([numbers.get(name, -1) for name in self.names])[self.locate(positions)[0]]
 
     def find(self, source: int, turns: np.ndarray) -> np.ndarray:
-        """Returns the positions of a source's rows in the stream, the inverse of `locate`. turns: indices of rows."""
+        """Returns the stream positions of a source's rows (inverse of `locate`). turns: indices within the source."""
         positions = np.empty_like(turns)
         numbers = self._before[:, source].searchsorted(turns, side="right") - 1
         for number in np.unique(numbers):
@@ -98,19 +98,19 @@ class Mixture:
         return self._before[number] + self.stages[number].rows_by_source(int(rows) - self.stages[number].first_row)
 
     def record(self) -> list[list[Any]]:
-        """Returns the mixture as JSON data, with [first row, {source: rows in the pattern}] for each stage."""
+        """Returns the mixture as JSON data: [first row, {source: rows in the pattern}] for each stage."""
         named = lambda counts: {name: int(count) for name, count in zip(self.names, counts) if count}
         return [[stage.first_row, named(stage.counts_G)] for stage in self.stages]
 
 
 def same_prefix(recorded: Sequence[Sequence[Any]] | None, now: Sequence[Sequence[Any]] | None, rows: int) -> bool:
-    """Returns True if two records (None: no mixture) give the same first `rows` rows of the stream."""
+    """Returns True if two results of Mixture.record() agree on the first `rows` rows. None means no mixture."""
     past = lambda record: record and [list(stage) for stage in record if stage[0] < rows]
     return rows == 0 or past(recorded) == past(now)
 
 
 def pattern_of(counts_G: np.ndarray, first_row: int = 0) -> MixtureStage:
-    """Returns the stage with the given number of rows of each source per pattern."""
+    """Returns a stage whose pattern has counts_G[g] rows of source g."""
     sources_L = spread_evenly(counts_G)
     each_L_G = (sources_L[:, None] == np.arange(len(counts_G))).astype(np.int64)
     before = np.concatenate([np.zeros_like(each_L_G[:1]), np.cumsum(each_L_G, axis=0)])
@@ -118,7 +118,7 @@ def pattern_of(counts_G: np.ndarray, first_row: int = 0) -> MixtureStage:
 
 
 def whole_counts(weights_G: np.ndarray) -> np.ndarray:
-    """Returns int64[G], the counts closest to the weights over all pattern lengths (largest remainder method)."""
+    """Returns int64[G], the rows of each source in the pattern closest to the weights (largest remainder method)."""
     for shortest, longest in (PATTERN_ROWS, (PATTERN_ROWS[1], LONGEST_PATTERN)):
         lengths = np.arange(shortest, longest + 1)
         shares = lengths[:, None] * weights_G
@@ -131,16 +131,16 @@ def whole_counts(weights_G: np.ndarray) -> np.ndarray:
         if not is_lost[best]:
             return counts[best]
     raise BadInput(
-        f"a weight of data.mixture is {weights_G[weights_G > 0].min():.2g} of its stage, less than 1 in "
-        f"{LONGEST_PATTERN}; raise it or remove the source"
+        f"data.mixture has a weight of {weights_G[weights_G > 0].min():.2g} of its stage, which is less than "
+        f"1/{LONGEST_PATTERN}; raise the weight, or remove the source"
     )
 
 
 def spread_evenly(counts_G: np.ndarray) -> np.ndarray:
-    """Returns int64[L], a sequence of sources with these counts, evenly spread as the module docstring states.
+    """Returns int64[L], a sequence of sources with these counts, spread as evenly as possible.
 
-    Solves the chairman assignment problem (Tijdeman 1980, doi:10.1016/0012-365X(80)90269-1): of all sources that lag
-    enough behind their share, the source with the earliest deadline is next.
+    Solves the chairman assignment problem (Tijdeman 1980, doi:10.1016/0012-365X(80)90269-1). At each position, selects
+    the source with the earliest deadline among the sources that are far enough behind their share.
     """
     L, sources = int(counts_G.sum()), np.flatnonzero(counts_G).tolist()
     if len(sources) == 1:
@@ -181,8 +181,8 @@ def plan_mixture(
     """Plans the stages of a run. When a source reaches max_epochs, a new stage starts with the remaining sources.
 
     sizes: {source: number of rows}. detours: temporary stages with a single source. tokens_of: {source: tokens}, for
-    the log. begun: `Mixture.starts` of stages that have begun; these starts are fixed even if total_steps changes.
-    Raises: BadInput for an unknown source, or if all sources reach max_epochs before the end of the run.
+    the log. begun: `Mixture.starts` of the stages that have begun, which are fixed even if total_steps changes.
+    Raises BadInput for an unknown source, or if all sources reach max_epochs before the end of the run.
     """
     for _, weights in mixture_stages(mixture):
         check_sources("mixture", weights, sizes)
@@ -205,10 +205,10 @@ def plan_mixture(
             ]
             if stage is None:
                 raise BadInput(
-                    f"with data.max_epochs={dict(max_epochs)} every source of data.mixture ends after "
+                    f"data.max_epochs={dict(max_epochs)} limits data.mixture to "
                     f"{row * run.seq_len:,} tokens, but the run has "
-                    f"{run.rows.begin(run.num_batches) * run.seq_len:,}; raise a limit, add a source, or lower "
-                    "train_tokens"
+                    f"{run.rows.begin(run.num_batches) * run.seq_len:,} tokens; raise a limit, add a source, or "
+                    "reduce train_tokens"
                 )
             text = describe_shares(stage, weights_G, sizes, tokens_of or {})
             lines.append(f"mixture from token {row * run.seq_len:,}: {text}")
@@ -221,10 +221,10 @@ def plan_mixture(
 def cut_at_caps(
     weights_G: np.ndarray, caps: Mapping[int, int], used_G: np.ndarray, row: int, end_row: int
 ) -> Iterator[tuple[int, MixtureStage | None, list[int]]]:
-    """Splits rows [row, end_row) where a source reaches its cap; yields (first row, stage, sources that just ended).
+    """Splits rows [row, end_row) where a source reaches its cap; yields (first row, stage, sources that end there).
 
     The stage is None if all sources have ended. caps: {source: largest number of rows}. used_G: number of rows of each
-    source so far, updated in place. weights_G: set to 0 in place for sources that have ended.
+    source so far, updated in place. weights_G: updated in place to 0 for sources that have ended.
     """
     while row < end_row:
         ended = [source for source, cap in caps.items() if weights_G[source] and used_G[source] >= cap]
@@ -243,7 +243,7 @@ def cut_at_caps(
 def start_batches(
     mixture: MixtureSetting, run: RunBatches, sizes: Mapping[str, int], begun: Mapping[str, int]
 ) -> list[tuple[int, Weights, str]]:
-    """Returns (first batch, weights, start in data.mixture) of each stage, in order. begun: fixed first batches."""
+    """Returns (first batch, weights, start as in data.mixture) of each stage, in order. begun: as in plan_mixture()."""
     tokens = run.rows.times(run.seq_len)
     known: dict[str, Any] = dict(
         seq_len=run.seq_len,
@@ -256,9 +256,9 @@ def start_batches(
     starts = [(first[start], weights, start) for start, weights in mixture_stages(mixture)]
     starts.sort(key=lambda stage: stage[0])
     if starts[0][0] != 0:
-        raise BadInput(f"data.mixture starts at batch {starts[0][0]}; its first stage must start at '0'")
+        raise BadInput(f"data.mixture starts at batch {starts[0][0]}; set the start of its first stage to '0'")
     if len({start for start, *_ in starts}) < len(starts):
-        raise BadInput(f"data.mixture has two stages that start at the same batch: {[start for start, *_ in starts]}")
+        raise BadInput(f"stages of data.mixture start at the same batch: {[start for start, *_ in starts]}; change one")
     return starts
 
 
@@ -289,7 +289,7 @@ def describe_shares(
 
 
 def check_sources(setting: str, named: Mapping[str, float], sizes: Mapping[str, int]) -> None:
-    """Raises BadInput for a name that is not a source of the training data. sizes: {source: size}."""
+    """Raises BadInput for a name that is not a source of the training data. sizes: {source: number of rows}."""
     known_sources = [name for name, size in sizes.items() if size]
     if unknown := [name for name in named if name not in known_sources]:
         raise BadInput(

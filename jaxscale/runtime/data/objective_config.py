@@ -16,7 +16,7 @@ class NextTokenConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefixLmConfig:
-    """Settings of prefix LM, with bidirectional attention over a prefix of each document, and loss on the rest."""
+    """Settings of prefix LM: bidirectional attention in a prefix of each document, and loss on the rest."""
 
     name: Literal["prefix_lm"] = setting("prefix_lm", "selects this objective")
 
@@ -39,8 +39,8 @@ class MaskedLmConfig:
             raise BadInput(f"rate={self.rate} must be between 0 and 1")
         if self.mask_part < 0 or self.random_part < 0 or self.mask_part + self.random_part > 1:
             raise BadInput(
-                f"mask_part={self.mask_part} and random_part={self.random_part} must not be negative, "
-                "and together at most 1"
+                f"mask_part={self.mask_part} and random_part={self.random_part} must be at least 0, "
+                "and their sum at most 1"
             )
 
 
@@ -105,7 +105,7 @@ class NoiseAmount(NamedTuple):
 
 
 def noise_amount(length: int, noise_density: float, mean_span: float | None) -> NoiseAmount:
-    """Returns the noise of a sequence of `length` tokens, rounded as in T5. mean_span: None for a single span."""
+    """Returns the amount of noise for `length` tokens, rounded as in T5. mean_span: None for a single span."""
     if length < 2:
         return NoiseAmount(0, 0)
     noise = min(max(round(length * noise_density), 1), length - 1)
@@ -114,7 +114,7 @@ def noise_amount(length: int, noise_density: float, mean_span: float | None) -> 
 
 
 def corrupted_lengths(length: int, cut: NoiseAmount) -> tuple[int, int]:
-    """Returns the numbers of tokens of (inputs, targets), including sentinels and end tokens."""
+    """Returns (length of the inputs, length of the targets), including sentinels and end tokens."""
     return length - cut.noise + cut.spans + 1, cut.noise + cut.spans + 1
 
 
@@ -132,10 +132,10 @@ UL2_DENOISERS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ul2Config(DenoisingConfig):
-    """Settings of UL2 (arXiv:2205.05131, section 3.1), which samples a denoiser for each sequence by weight.
+    """Settings of UL2 (arXiv:2205.05131, section 3.1), which samples one denoiser per sequence, according to weights.
 
-    The modes are short spans (R), suffix (S) and extreme (X). The inputs of each document begin with the token of the
-    mode and have no end token.
+    The modes are R (short spans), S (one span at the end) and X (long spans or much noise). The inputs of each document
+    begin with the mode token and have no end token.
     """
 
     name: Literal["ul2"] = setting("ul2", "selects this objective")
@@ -154,9 +154,9 @@ class Ul2Config(DenoisingConfig):
         for mode, noise_density, mean_span, weight in self.denoisers:
             check_denoiser(noise_density, mean_span or 1.0)
             if mode not in ("R", "S", "X"):
-                raise BadInput(f"denoisers has the mode {mode!r}; use R, S or X")
+                raise BadInput(f"denoisers has an unknown mode {mode!r}; use R, S or X")
             if weight < 0:
-                raise BadInput(f"denoisers has the weight {weight}, which must not be negative")
+                raise BadInput(f"denoisers has the weight {weight}; weights must be at least 0")
         if not sum(weight for *_, weight in self.denoisers):
             raise BadInput("the weights of denoisers are all 0; set a weight above 0")
 
@@ -188,7 +188,7 @@ class RowLengths(NamedTuple):
 
 
 def denoised_lengths(cfg: DenoisingConfig, seq_len: int) -> RowLengths:
-    """Returns the smallest lengths that fit a sequence of seq_len tokens with each denoiser."""
+    """Returns the smallest lengths that fit a sequence of seq_len tokens after corruption by any of the denoisers."""
     round_up = lambda length: -(-length // cfg.multiple_of) * cfg.multiple_of
     pairs = [corrupted_lengths(seq_len, noise_amount(seq_len, d.noise_density, d.mean_span)) for d in denoisers(cfg)]
     if cfg.layout == "one_row":

@@ -21,7 +21,7 @@ LOCATED = 1024  # number of rows that are located together
 
 
 class RowOrder:
-    """An endless stream of rows. Each epoch of a group (a source, or all rows) is a permutation in closed form."""
+    """An endless stream of rows. Each epoch permutes the rows of each group (a source, or all rows)."""
 
     def __init__(self, rows: Any, seed: int, mixture: Mixture | None = None):
         """rows: DocumentRows or SyntheticRows; SyntheticRows only without a mixture."""
@@ -42,7 +42,7 @@ class RowOrder:
         return numbers
 
     def places_of(self, row: int, stop: int) -> np.ndarray:
-        """Returns the positions of a row below `stop`, one per epoch, in order; the inverse of row_numbers."""
+        """Returns the stream positions of a row before `stop`, one per epoch, in order (inverse of row_numbers)."""
         group = 0
         if self.mixture is not None:
             group = int(np.searchsorted(self.rows.group_rows, row, side="right")) - 1
@@ -70,8 +70,8 @@ def order_key(seed: int, name: str, epoch: int) -> str:
 class Batches:
     """Random access to batches by index, without state. Any host can read any rows of any batch.
 
-    About LOCATED rows of consecutive batches are located together, because numpy calls for one or for a thousand
-    numbers take similar time.
+    Rows of consecutive batches are located in groups of about LOCATED rows, because a NumPy call takes about as long
+    for one number as for a thousand.
     """
 
     order: RowOrder
@@ -86,7 +86,7 @@ class Batches:
     def rows(self, n: int, row_indices: Sequence[int]) -> Batch:
         """Returns the rows of batch n with the given indices, with fields of [len(row_indices), T]."""
         if outside := [row for row in row_indices if not 0 <= row < self.sizes.size(n)]:
-            raise BadInput(f"rows {outside} are not among the {self.sizes.size(n)} rows of batch {n}")
+            raise BadInput(f"rows {outside} are out of range: there are {self.sizes.size(n)} rows in batch {n}")
         located, sources, first = self._locate(n)
         chosen = [first + int(row) for row in row_indices]
         text = self.order.rows.read(located, chosen)
@@ -113,7 +113,7 @@ class Batches:
         return self.order.row_numbers(np.arange(self.sizes.begin(int(n)), self.sizes.begin(int(n) + 1)))
 
     def _locate(self, n: int) -> tuple[Any, np.ndarray | None, int]:
-        """Returns (locations of rows around batch n, their mixture sources or None, index of the first row of n)."""
+        """Returns (locations of a group of rows, their mixture sources or None, offset of batch n in the group)."""
         rows, stage = self.sizes.size(int(n)), self.sizes.stage(int(n))
         together = max(1, LOCATED // rows)  # number of batches that are located together
         part, batch = divmod(int(n) - self.sizes.stages[stage][0], together)
@@ -134,7 +134,7 @@ class Batches:
 
 
 def batch_index(step: int, skipped: Iterable[Sequence[int]]) -> int:
-    """Returns the index of a step's batch, which is the step-th batch outside the skipped ranges [from, to)."""
+    """Returns the index of the batch that a step trains on. skipped: ranges [start, stop) of skipped batches."""
     n = int(step)
     for start, stop in normalise_ranges(skipped):
         if n < start:
@@ -162,7 +162,7 @@ def rows_trained(step: int, sizes: BatchSizes, skipped: Iterable[Sequence[int]])
 
 
 def merge_skips(recorded: Iterable[Sequence[int]], configured: Iterable[Sequence[int]], at_step: int) -> Ranges:
-    """Merges recorded and configured ranges. Raises BadInput if this would change batches of steps before at_step."""
+    """Merges recorded and configured ranges. Raises BadInput if the batch of a step before at_step would change."""
     check_skips(configured)
     reached = batch_index(at_step, recorded)
     added = normalise_ranges(configured)  # recorded ranges are removed below
@@ -172,8 +172,8 @@ def merge_skips(recorded: Iterable[Sequence[int]], configured: Iterable[Sequence
     if too_early := [(start, stop) for start, stop in added if start < reached]:
         start, stop = too_early[0]
         raise BadInput(
-            f"data.skip_batches skips batches {start} to {stop}, but the run has reached batch {reached} "
-            f"(step {at_step}), and completed steps cannot be skipped; start at {reached} or later, or resume "
+            f"data.skip_batches has the range {start} to {stop}, but the run is at batch {reached} "
+            f"(step {at_step}), and earlier batches cannot be skipped; start at {reached} or later, or resume "
             "from an earlier checkpoint"
         )
     return normalise_ranges([*recorded, *configured])

@@ -81,7 +81,7 @@ def read_index(path: Path) -> MegatronIndex:
         raise BadInput(f"{path} is not a Megatron index: it does not start with {MAGIC!r}")
     _, version, code, sequences, bounds = HEAD.unpack(raw[: HEAD.size].tobytes())
     if version != VERSION or code not in TYPES:
-        raise BadInput(f"{path} has version {version} and type {code}; supported: version {VERSION}, types 1 to 8")
+        raise BadInput(f"{path} has version {version} and type {code}; it must have version {VERSION} and type 1 to 8")
     size = HEAD.size + 12 * sequences + 8 * bounds
     if len(raw) not in (size, size + sequences) or not bounds:
         what = "truncated" if len(raw) < size else "too long"
@@ -97,16 +97,16 @@ def read_index(path: Path) -> MegatronIndex:
     modes = np.asarray(raw[place:]).view(np.int8) if sequences and place < len(raw) else None
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     if (lengths < 0).any() or (pointers != starts * np.dtype(TYPES[code]).itemsize).any():
-        raise BadInput(f"{path}: its sequences are not contiguous in the .bin; write both files again")
+        raise BadInput(f"{path}: the sequences are not contiguous in the .bin; write the .idx and .bin again")
     if documents[0] != 0 or documents[-1] != len(lengths) or (np.diff(documents) < 0).any():
         raise BadInput(
-            f"{path}: its document index does not cover all of its {len(lengths):,} sequences; write the file again"
+            f"{path}: the document index does not cover all {len(lengths):,} sequences; write the .idx again"
         )
     return MegatronIndex(code, lengths, documents, modes)
 
 
 def index_bytes(code: int, lengths: np.ndarray, documents: np.ndarray, modes: np.ndarray | None = None) -> bytes:
-    """Returns the content of an .idx for contiguous sequences. documents: first sequence of each document, and end."""
+    """Returns the content of an .idx for contiguous sequences. documents: as in MegatronIndex."""
     itemsize = np.dtype(TYPES[code]).itemsize
     pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * itemsize
     parts = [HEAD.pack(MAGIC, VERSION, code, len(lengths), len(documents)), lengths.astype("<i4").tobytes()]
@@ -115,7 +115,7 @@ def index_bytes(code: int, lengths: np.ndarray, documents: np.ndarray, modes: np
 
 
 def megatron_shard(file: SourceFile, cfg: DataConfig, say: Say) -> Shard:
-    """Returns a Megatron dataset as a shard, with the sequences of a document joined. Raises BadInput if damaged."""
+    """Opens a Megatron dataset as a shard, and joins the sequences of each document. Raises BadInput if damaged."""
     idx, path = Path(file.path).with_suffix(".idx"), str(Path(file.path).with_suffix(".bin"))
     stamps = *size_and_mtime(str(idx)), *size_and_mtime(path)
     key = {"megatron": [path, file.name, file.source, *stamps], "eos_id": cfg.eos_id}
@@ -123,7 +123,7 @@ def megatron_shard(file: SourceFile, cfg: DataConfig, say: Say) -> Shard:
     def make(folder: Path) -> None:
         index = read_index(idx)
         if index.code not in SAME_BITS:
-            raise BadInput(f"{idx}: type {index.code} ({np.dtype(TYPES[index.code])}) is not a type of token ids")
+            raise BadInput(f"{idx} has type {index.code} ({np.dtype(TYPES[index.code])}); token ids must be integers")
         if index.modes is not None and index.modes.any():
             raise BadInput(f"{idx} is a multimodal dataset; only text is supported")
         dtype, offsets = SAME_BITS[index.code], index.offsets
@@ -138,7 +138,7 @@ def export_megatron(shards: Sequence[Shard], base: Path) -> None:
     """Writes BASE.bin and BASE.idx, with one sequence per document. Raises BadInput for ids that exceed int32."""
     widest = max((shard.header["dtype"] for shard in shards), key=lambda name: np.dtype(name).itemsize)
     if (largest := max(shard.header["max_id"] for shard in shards)) >= 2**31 and CODES[widest] == 4:
-        raise BadInput(f"{shards[0].bin_path}: id {largest} does not fit in int32, Megatron's largest type for ids")
+        raise BadInput(f"{shards[0].bin_path}: id {largest} does not fit in int32, the Megatron type for uint32 ids")
     base.parent.mkdir(parents=True, exist_ok=True)
     idx = Path(f"{base}.idx")
     idx.unlink(missing_ok=True)  # first, so that an interruption never leaves an old index with a new .bin
@@ -155,10 +155,10 @@ def export_megatron(shards: Sequence[Shard], base: Path) -> None:
 
 
 def export_array_record(shards: Sequence[Shard], path: Path) -> int:
-    """Writes a record of little-endian ids per document; returns the number of records. All dtypes must be equal."""
+    """Writes one record of little-endian ids per document; returns the number of records. Shards must share a dtype."""
     types = sorted({shard.header["dtype"] for shard in shards})
     if len(types) > 1:
-        raise BadInput(f"{path}: shards of {' and '.join(types)} cannot share a file, which does not store the dtype")
+        raise BadInput(f"{path} cannot contain shards of {' and '.join(types)}; write each dtype to a separate file")
     writer, written = load_package().ArrayRecordWriter(str(path), OPTIONS), 0
     try:
         for shard in shards:
@@ -183,7 +183,7 @@ def read_records(path: Path) -> Iterator[bytes]:
             for start in range(0, total, READ_RECORDS):
                 records = reader.read(start, min(start + READ_RECORDS, total))
                 if len(records) != min(READ_RECORDS, total - start):
-                    raise BadInput(f"it has only {start + len(records):,} of {total:,} records")
+                    raise BadInput(f"only {start + len(records):,} of {total:,} records can be read")
                 yield from records
         finally:
             reader.close()
@@ -194,23 +194,23 @@ def read_records(path: Path) -> Iterator[bytes]:
 def array_record_shard(
     file: SourceFile, dtype: str, eos_id: int | None, vocab_size: int, cfg: DataConfig, say: Say = print
 ) -> Shard:
-    """Returns an ArrayRecord file of ids as a cached shard. Raises BadInput for damaged files and invalid ids."""
+    """Opens an ArrayRecord file of ids as a cached shard. Raises BadInput for damaged files and invalid ids."""
     if eos_id is None:
-        raise BadInput(f"{file.path} does not store document ends; set data.eos_id or data.tokenizer")
+        raise BadInput(f"{file.path} requires an end-of-document id; set data.eos_id or data.tokenizer")
     key = {"array record": [*file, *size_and_mtime(file.path)], "dtype": dtype, "eos_id": eos_id, "vocab": vocab_size}
     make = functools.partial(import_array_record, file, dtype=dtype, vocab_size=vocab_size, eos_id=eos_id)
     return cached_shard(cfg, key, make, say)
 
 
 def import_array_record(file: SourceFile, folder: Path, *, dtype: str, vocab_size: int, eos_id: int) -> None:
-    """Writes an ArrayRecord file of ids as a shard, with eos_id at the end of each document. Raises BadInput."""
+    """Converts an ArrayRecord file of ids to a shard whose documents end with eos_id. Raises BadInput if invalid."""
     itemsize = np.dtype(dtype).itemsize
     writer = ShardWriter(folder, NAME, vocab_size=vocab_size, eos_id=eos_id, sources=[file.source])
     try:
         for number, record in enumerate(read_records(Path(file.path))):
             location = f"{file.path}: record {number:,}"
             if len(record) % itemsize:
-                raise BadInput(f"{location} of {len(record):,} bytes is not a multiple of the size of {dtype}")
+                raise BadInput(f"{location} has {len(record):,} bytes, which is not a multiple of the size of {dtype}")
             ids = np.frombuffer(record, np.dtype(dtype).newbyteorder("<"))
             try:
                 writer.add(ids[:-1] if len(ids) and ids[-1] == eos_id else ids, file.source)

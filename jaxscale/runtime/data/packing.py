@@ -22,7 +22,7 @@ SAMPLE_EVERY = 16  # number of documents per stored stream position
 
 
 class DocumentRows(abc.ABC):
-    """Random access to rows by index. Group g (a source, or all rows) has rows group_rows[g] to group_rows[g + 1]."""
+    """Random access to rows. Group g (a source, or all rows) has the rows [group_rows[g], group_rows[g + 1])."""
 
     def __init__(self, documents: DocumentIndex, arrays: Arrays, part: str):
         plan = arrays.header["parts"][part]
@@ -37,10 +37,10 @@ class DocumentRows(abc.ABC):
 
     @abc.abstractmethod
     def _rows_of_member(self, group: int, rank: int, document: int) -> np.ndarray:
-        """Returns int64, the rows with a piece of the document, in order. rank: rank of the document in its group."""
+        """Returns int64, the sorted rows that contain a piece of the document. rank: its rank in the group."""
 
     def rows_of(self, document: int) -> np.ndarray:
-        """Returns int64, the rows with a piece of the document, in order; empty if the document is not in the part."""
+        """Returns int64, the sorted rows that contain a piece of the document; empty for a document of another part."""
         self.arrays.check()
         for group in range(self._groups):
             if (rank := self.documents.rank(self.part, group, document)) is not None:
@@ -65,7 +65,7 @@ class DocumentRows(abc.ABC):
         return locate(self.pieces(rows), functools.partial(self.documents.locate, part=self.part))
 
     def read(self, located: LocatedPieces, chosen: Sequence[int]) -> Batch:
-        """Reads the located rows with indices `chosen` as a Batch of [len(chosen), T]. Raises Stop (DATA_MISMATCH)."""
+        """Reads the rows `chosen` of `located` as a Batch of [len(chosen), T]. Raises Stop if a file has changed."""
         first, files = located.first, self.documents.files
         assert files is not None, "reading rows needs the token files"
         numbers = {file for row in chosen for file in located.files[first[row] : first[row + 1]]}
@@ -88,7 +88,7 @@ class DocumentRows(abc.ABC):
         return Batch(*(field if field is None else field[0] for field in batch))
 
     def row_sources(self, row: int) -> np.ndarray:
-        """Returns int32[T], the source of each token's document. A target with weight 1 has the same source."""
+        """Returns int32[T], the source of each token, which is also the source of its target if the weight is 1."""
         pieces = self.pieces(np.array([int(row)]))
         sources_T = np.zeros(self.seq_len, np.int32)
         sources_T[: pieces.lengths.sum()] = np.repeat(self.documents.sources(pieces.documents), pieces.lengths)
@@ -96,13 +96,13 @@ class DocumentRows(abc.ABC):
 
 
 def order_generator(seed: int | str) -> np.random.Philox:
-    """Returns the generator of the sort keys of documents. numpy guarantees that Philox's raw output never changes."""
+    """Returns the generator of document sort keys. NumPy guarantees that the raw output of Philox never changes."""
     key = int.from_bytes(hashlib.blake2b(f"document order {seed}".encode(), digest_size=16).digest(), "little")
     return np.random.Philox(key=key)
 
 
 def order_key(seed: int | str, rank: int) -> int:
-    """Returns the sort key of a document, raw output number `rank` of Philox, which generates four at a time."""
+    """Returns the sort key of the document with this rank in its group: raw output number `rank` of the generator."""
     generator = order_generator(seed)
     generator.advance(rank // 4)
     return int(generator.random_raw(4)[rank % 4])
@@ -129,7 +129,7 @@ def shuffled_members(
 
 
 def write_concat(out: ArrayWriter, documents: DocumentIndex, part: str, *, seq_len: int, seed: int) -> dict[str, Any]:
-    """Plans rows of concatenated documents, in 4.5 or 5.5 bytes per document; returns PackedRows's header entry."""
+    """Plans rows of concatenated documents; returns the header entry. A plan takes 4.5 or 5.5 bytes per document."""
     num_groups = len(documents.metadata["members"][part])
     group_rows, samples = [0], [0]
     out.append(f"{part}.order", np.zeros(0, np.uint32))
@@ -151,10 +151,10 @@ def write_concat(out: ArrayWriter, documents: DocumentIndex, part: str, *, seq_l
 
 
 class PackedRows(DocumentRows):
-    """Rows of `concat` packing. Row r has tokens r T to (r + 1) T of the concatenated documents.
+    """Rows of `concat` packing. Row r contains tokens [r T, (r + 1) T) of the concatenated documents.
 
-    Every token except the first token of a document is a target with weight 1 exactly once. Each group starts with a
-    new row, and its last row is padded.
+    Every token except the first token of each document is a target with weight 1 exactly once. Each group starts with a
+    new row, and the last row of a group is padded.
     """
 
     def __init__(self, documents: DocumentIndex, arrays: Arrays, part: str):
@@ -197,7 +197,7 @@ class PackedRows(DocumentRows):
         )
 
     def _around(self, starts: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Returns (position, document, start in the stream, length, row) of the documents in and next to each row."""
+        """Returns (position, document, start in the stream, length, row) of all documents that may overlap each row."""
         sampled = self.arrays[f"{self.part}.begins"]
         low, high = self._samples[group], self._samples[group + 1]
         first = bisect_right(sampled, low, high, starts) - 1
@@ -220,7 +220,7 @@ class PackedRows(DocumentRows):
         return np.arange(begin // self.seq_len, -(-(begin + int(lengths[-1])) // self.seq_len))
 
     def _position(self, group: int, rank: int) -> int:
-        """Returns the position of the document of rank `rank` in its group's order, by binary search for its key."""
+        """Returns the position of the document with this rank in its group's shuffled order, by binary search."""
         name = order_seed(self.seed, group, self._groups)
         key = (order_key(name, rank), rank)
         low, high = 0, self.documents.size(self.part, group)
@@ -234,6 +234,6 @@ class PackedRows(DocumentRows):
 
 
 def concat_ranges(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (bounds, concatenated ranges [first, last)); range i is at bounds[i] to bounds[i + 1] of the result."""
+    """Returns (bounds, concatenation of the ranges [first, last)). Range i is at [bounds[i], bounds[i + 1])."""
     bounds = np.concatenate([[0], np.cumsum(last - first)])
     return bounds, np.arange(bounds[-1]) + np.repeat(first - bounds[:-1], last - first)

@@ -45,9 +45,9 @@ def cycle_walk(indices: ArrayLike, size: int, key: str, *, inverse: bool) -> np.
     indices = np.asarray(indices, np.int64)
     rounds = list(enumerate(round_keys(key)))
     if not 0 < size <= LARGEST:
-        raise BadInput(f"the size of a permutation is {size}; it must be from 1 to {LARGEST}")
+        raise BadInput(f"the permutation size {size} must be between 1 and {LARGEST}")
     if indices.size and not (0 <= indices.min() and indices.max() < size):
-        raise BadInput(f"indices from {indices.min()} to {indices.max()} are not below {size}")
+        raise BadInput(f"indices from {indices.min()} to {indices.max()} must be at least 0 and below {size}")
     a = math.isqrt(size - 1) + 1  # ceil(sqrt(size))
     sizes = np.uint64(a), np.uint64(-(-size // a))
     found = indices.reshape(-1).astype(np.uint64)

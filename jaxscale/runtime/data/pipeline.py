@@ -93,7 +93,7 @@ class Corpus:
         detours: Sequence[Detour] = (),
         begun: Mapping[str, int] | None = None,
     ) -> Mixture | None:
-        """Returns the mixture of a run, or None without data.mixture. num_batches: including skipped batches."""
+        """Returns the mixture of a run, or None without data.mixture. num_batches: includes skipped batches."""
         if not self.cfg.mixture:
             return None
         num_batches = total_steps if num_batches is None else num_batches
@@ -115,7 +115,7 @@ class Corpus:
         mixture: Mixture | None = None,
         rows: Sequence[int] | None = None,
     ) -> grain.MapDataset:
-        """Returns a dataset whose element n is batch n after data.transforms. rows: indices to read; None: all."""
+        """Returns a dataset whose element n is batch n after data.transforms. rows: row indices; None: all rows."""
         batches = self.batches(rows_per_batch, mixture)
         rows = range(rows_per_batch) if rows is None else rows
         return map_dataset(
@@ -123,7 +123,7 @@ class Corpus:
         )
 
     def open_transforms(self, batches: Batches, first: int = 0) -> tuple[Transform, ...]:
-        """Returns the functions of data.transforms after a test on batch `first`. Raises BadInput if the test fails."""
+        """Imports the functions of data.transforms and tests them on batch `first`. Raises BadInput if a test fails."""
         names = self.cfg.transforms
         transforms = tuple(map(open_transform, names))
         if transforms:
@@ -133,9 +133,9 @@ class Corpus:
     def valid_batches(self, num_rows: int, rows_per_batch: int) -> Iterator[tuple[Batch, np.ndarray, np.ndarray]]:
         """Yields (batch, sources int32[rows, T], target_bytes int32[rows, T]) for up to num_rows validation rows.
 
-        The rows are evenly spaced in the validation set, and are the same in each call. Rows that pad the last batch
-        have weight 0. target_bytes is the number of text bytes of each target, or 0 if the weight is 0, the tokenizer
-        is unknown, or the objective does not read text in order.
+        The rows are evenly spaced in the validation set, and are the same in each call. The last batch is padded with
+        rows of weight 0. target_bytes is the number of text bytes of each target, or 0 if its weight is 0, the
+        tokenizer is unknown, or the objective is neither next-token prediction nor prefix LM.
         """
         assert self.valid_rows is not None, "the corpus needs a validation set"
         total, count = len(self.valid_rows), min(len(self.valid_rows), num_rows)
@@ -160,8 +160,8 @@ def open_data(
 ) -> Corpus:
     """Opens the corpus. Text that is not in the cache is tokenized first.
 
-    seed: determines the order of documents and rows. Raises BadInput for problems found by check_data and check_facts,
-    text that is not UTF-8 (data.invalid_utf8='stop'), token ids outside the vocabulary, or a damaged cache.
+    seed: determines the order of documents and rows. Raises BadInput for unusable settings or files, for invalid UTF-8
+    with data.invalid_utf8='stop', for token ids outside the vocabulary, and for a damaged cache.
     """
     if problems := check_data(cfg, seq_len, vocab_size):
         raise BadInput(problems[0])
@@ -202,7 +202,7 @@ def open_data(
 def open_shards(
     cfg: DataConfig, files: Sequence[SourceFile], val_files: Sequence[SourceFile], vocab_size: int, say: Say
 ) -> tuple[list[Shard], list[Shard], Tokenizer | None]:
-    """Returns (training shards, validation shards, tokenizer or None), checked against the model and objective."""
+    """Returns (training shards, validation shards, tokenizer or None). Raises BadInput if they do not fit the model."""
     open_files = open_tokens if cfg.name == "tokens" else open_documents
     shards, val_shards, tokenizer = open_files(cfg, files, val_files, vocab_size, say)
     for shard in [*shards, *val_shards]:
@@ -211,8 +211,8 @@ def open_shards(
             raise BadInput(vocabulary_problem(place, shard.header["max_id"], vocab_size))
         if shard.loss_mask_path and cfg.objective.name != "next_token":
             raise BadInput(
-                f"{shard.header['files'][0]['name']} has a loss mask; data.objective.name="
-                f"{cfg.objective.name!r} must be next_token"
+                f"{shard.header['files'][0]['name']} has a loss mask, which data.objective.name="
+                f"{cfg.objective.name!r} does not support; set it to 'next_token'"
             )
     if cfg.verify == "size":
         without_hashes = lambda shard: shard._replace(expected=size_only(shard.expected))
@@ -231,8 +231,8 @@ def packing_rules(cfg: DataConfig) -> list[str]:
 
 
 def make_plan_settings(cfg: DataConfig, parts: CorpusSplit, *, seq_len: int, seed: int) -> PlanSettings:
-    """Returns the settings of a row plan. Validation rows use `concat` packing, except for conversations: this avoids
-    padding in small sets, and losses of different runs are comparable."""
+    """Returns the settings of a row plan. Validation uses `concat` packing (except for conversations), which avoids
+    padding in small sets and makes losses comparable between runs."""
     rules = packing_rules(cfg) if cfg.packing == "best_fit" else []
     content = [*parts.content, f"order {ORDER}", cfg.packing, *rules]
     return PlanSettings(
@@ -246,7 +246,7 @@ def make_plan_settings(cfg: DataConfig, parts: CorpusSplit, *, seq_len: int, see
 
 
 def publish_plan(folder: Path, cfg: DataConfig, shards: Sequence[Shard], *, seq_len: int, seed: int) -> Path:
-    """Creates the row plan in the folder of a prepared set unless it exists; returns its path. Raises BadInput."""
+    """Creates a missing row plan in a prepared set's folder; returns its path. Raises BadInput for unusable data."""
     names = source_names(shards)
     parts = split_corpus(cfg, shards, (), names, seq_len)
     check = functools.partial(check_facts, cfg, names, seq_len)
@@ -278,7 +278,7 @@ def data_parts(
 
 
 def file_hashes(shards: Sequence[Shard], prefix: str) -> Iterator[tuple[str, str, str]]:
-    """Yields (name, source, hash) of each text file, or of each shard that does not list its files."""
+    """Yields (name, source, hash) of each text file, or of the shard if its header has no hashes of text files."""
     for shard in shards:
         files = shard.header["files"]
         if files and all("sha256" in file for file in files):

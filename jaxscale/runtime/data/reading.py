@@ -101,7 +101,7 @@ def make_reader(tokenizer: Tokenizer, cfg: DataConfig, say: Callable[[str], None
 
 
 def is_conversation(item: Item) -> bool:
-    """Returns True for a document with a partial loss mask: a conversation, a prompt, or ids with labels."""
+    """Returns True for a document with a partial loss mask: a conversation, prompt-completion pair or labelled ids."""
     if isinstance(item, RenderedDocument):
         return not all(piece.in_loss for piece in item.pieces if not piece.special)
     return isinstance(item, TokenIds) and item.loss_mask is not None
@@ -133,7 +133,7 @@ class ConversationReader(NamedTuple):
                 yield document, written
 
     def records(self, path: str, skipped: Counter) -> Iterator[tuple[int, str, bytes, Any]]:
-        """Yields (offset, 'line 3' or 'row 3', raw bytes or b'', value) of each record; value: bytes if not UTF-8."""
+        """Yields (offset, 'line 3' or 'row 3', raw bytes or b'', value) of each record. value: bytes if not UTF-8."""
         cfg, pair = self.cfg, (self.cfg.chat.prompt_field, self.cfg.chat.completion_field)
         if not is_table(path):
             for offset, place, line, record in iter_records(path, cfg, skipped, raw=pair):
@@ -148,7 +148,7 @@ class ConversationReader(NamedTuple):
                     yield number, f"row {number}", b"", decoded_record(record, cfg, skipped)
 
     def render(self, record: Any, path: str, place: str, skipped: Counter) -> RenderedDocument | None:
-        """Returns the result of render_valid(). Handles NUL and invalid UTF-8 as configured by data.invalid_utf8."""
+        """Returns the result of render_valid(). Treats NUL and invalid UTF-8 according to data.invalid_utf8."""
         content = record
         if not isinstance(record, bytes):
             write = functools.partial(self.render_valid, f"{path} {place}", skipped)
@@ -164,7 +164,7 @@ class ConversationReader(NamedTuple):
         return None
 
     def render_valid(self, place: str, skipped: Counter, record: object) -> RenderedDocument | None:
-        """Returns the record as a document, or None if it was skipped and counted. Raises BadInput naming `place`."""
+        """Returns the rendered record, or None if the record is skipped and counted. Raises BadInput if invalid."""
         try:
             found = parse_record(record, self.cfg.chat, self.cfg.text_field)
             if isinstance(found, Conversation):
@@ -184,7 +184,7 @@ class ConversationReader(NamedTuple):
 
 
 def decoded_record(record: Any, cfg: DataConfig, skipped: Counter) -> Any:
-    """Returns a record with decoded strings, or its first bytes that are not UTF-8 and are not repaired."""
+    """Returns a record with decoded strings, or its first invalid bytes unless data.invalid_utf8='repair'."""
     if not isinstance(record, dict):
         return record
     try:

@@ -37,11 +37,11 @@ PART_PREFIX = ".part-"  # names in a set do not begin with a dot
 
 
 class CacheUnwritable(BadInput):
-    """Raised if the cache folder cannot be written. The data may be valid."""
+    """Raised if the cache folder cannot be written. The data itself may be valid."""
 
 
 class ShardCache:
-    """Cache of files in buckets. A file that was requested is not evicted until `release` or `close`."""
+    """Cache of files in buckets. A fetched file is not evicted before `release` or `close`."""
 
     def __init__(self, folder: Path, max_bytes: int, *, bucket: Bucket | None = None, say: Say = print):
         """max_bytes: size limit of all files, including downloads in progress."""
@@ -51,7 +51,7 @@ class ShardCache:
         self._reset()
 
     def _reset(self) -> None:
-        """Resets the state, at the start and in a forked process, which does not use the files of its parent."""
+        """Resets the state, in the constructor and in a forked process, which does not inherit its parent's files."""
         self._pid: int = os.getpid()
         self._user: BinaryIO | None = None
         self._using: set[str] = set()
@@ -66,7 +66,7 @@ class ShardCache:
             return self._bucket
 
     def fetch(self, url: str, size: int, sha256: str) -> Path:
-        """Returns the local path of an object, downloaded if needed. Prevents eviction until `release` or `close`."""
+        """Downloads an object if needed; returns its local path. Prevents eviction until `release` or `close`."""
         with self._thread_lock:
             if os.getpid() != self._pid:
                 self._reset()
@@ -109,7 +109,7 @@ class ShardCache:
             sync_folder(path.parent)
 
     def _make_room(self, size: int, part: Path) -> None:
-        """Evicts unused files, least recently used first, until `size` bytes fit. part: partial file to be replaced."""
+        """Evicts unused files, least recently used first, until `size` bytes fit. The file `part` is not counted."""
         folders = list(filter(os.path.isdir, (self.folder / "objects").glob("*")))
         sizes = {folder.name: sum(map(reserved_bytes, set(folder.iterdir()) - {part})) for folder in folders}
         excess = sum(sizes.values()) + size - self.max_bytes
@@ -128,12 +128,12 @@ class ShardCache:
                 excess -= sizes[ids.sha256]
         if excess > 0:
             raise BadInput(
-                f"the cache {self.folder} of at most {self.max_bytes:,} bytes has no space for {size:,} more, because "
-                f"all files are in use; raise data.cache_bytes by {excess:,} or more"
+                f"the cache {self.folder} of {self.max_bytes:,} bytes has no space for a file of {size:,} bytes, "
+                f"because all cached files are in use; raise data.cache_bytes by at least {excess:,}"
             )
 
     def _busy(self) -> dict[str, set[str]]:
-        """Returns {sha256: names of running processes that use the file}; removes the records of ended processes."""
+        """Returns {sha256: user files of the running processes that use it}; deletes user files of ended processes."""
         users: dict[str, set[str]] = {}
         for path in (self.folder / "users").glob("*"):
             if path.name != self._user_name:
@@ -169,7 +169,7 @@ class ShardCache:
             self._write_use(f"+{sha256}")
 
     def _write_use(self, line: str) -> None:
-        """Records a start or end of use. The caller must hold the cache lock."""
+        """Appends '+SHA256' or '-SHA256' to the user file. The caller must hold the cache lock."""
         assert self._user is not None, "_use opens the user file"
         self._user.write(f"{line}\n".encode())
         (self._using.add if line[0] == "+" else self._using.discard)(line[1:])
@@ -198,13 +198,13 @@ class ShardCache:
 
 
 def reserved_bytes(file: Path) -> int:
-    """Returns the size of a file in the cache; for an incomplete download, the reserved size."""
+    """Returns the size of a cached file, or the reserved size of an incomplete download."""
     reserved = file.name.removeprefix(PART_PREFIX)
     return int(reserved) if file.name != reserved and reserved.isdecimal() else file.lstat().st_size
 
 
 class RemoteIds:
-    """Token ids of a .bin in a bucket, indexed like an array. Downloaded at first read, and again after an eviction."""
+    """Array-like token ids of a .bin in a bucket. The file is downloaded at the first read and after an eviction."""
 
     _ticks = itertools.count()
 
@@ -226,7 +226,7 @@ class RemoteIds:
 
 
 def map_ids(path: str, dtype: str) -> Any:
-    """Returns the ids of a .bin: a memory map of a local file, or RemoteIds for an address from locator()."""
+    """Returns the ids of a .bin: a memory map of a local file, or RemoteIds for a URL from locator()."""
     little = np.dtype(dtype).newbyteorder("<")
     if "://" not in path:  # an empty file cannot be mapped, and slicing an np.memmap is much slower
         return np.asarray(np.memmap(path, little, mode="r")) if os.path.getsize(path) else np.zeros(0, little)
@@ -237,19 +237,19 @@ def map_ids(path: str, dtype: str) -> Any:
 
 
 def locator(url: str, size: int, sha256: str, cache: ShardCache) -> str:
-    """Returns an address that contains all arguments for downloading an object, so that a TokenSet can be pickled."""
+    """Returns a URL with all download arguments in its fragment, so that a TokenSet can be pickled."""
     about = {"bytes": size, "sha256": sha256, "cache": cache.folder, "cache_bytes": cache.max_bytes}
     return f"{url}#{urllib.parse.urlencode(about)}"
 
 
 @functools.lru_cache(maxsize=8)
 def shard_cache(folder: str, max_bytes: int) -> ShardCache:
-    """Returns the single ShardCache of this process for the folder, whose open user file protects files in use."""
+    """Returns the ShardCache of this process for a folder. Each process has at most one per folder."""
     return ShardCache(Path(folder), max_bytes)
 
 
 def download(bucket: Bucket, url: str, size: int, sha256: str, part: Path) -> None:
-    """Downloads an object to the file `part`, which may already contain the beginning, and checks the hash."""
+    """Downloads an object to `part` and checks the hash. Resumes an incomplete download in `part`."""
     for _ in range(WRONG_HASHES):
         with open(part, "r+b") as file:
             found = hashlib.file_digest(file, "sha256")
@@ -265,7 +265,7 @@ def download(bucket: Bucket, url: str, size: int, sha256: str, part: Path) -> No
             return
         os.truncate(part, 0)  # outdated beginning or damaged download: download again
     raise BadInput(
-        f"{url} did not match the sha256 in its manifest in {WRONG_HASHES} downloads: it was changed after the "
+        f"{url} does not match the sha256 in its manifest after {WRONG_HASHES} downloads: it was changed after the "
         "manifest was written; publish the set again"
     )
 

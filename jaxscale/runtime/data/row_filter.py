@@ -29,7 +29,7 @@ REPLACEMENT = "\ufffd"  # character that replaces invalid bytes in decoders
 
 
 class ReplacementTokens(NamedTuple):
-    """The token ids of U+FFFD: any of the ids or, if `in_order`, the sequence of all ids (byte tokens)."""
+    """Token ids of U+FFFD. Each id matches by itself or, if `in_order`, only the whole sequence does (byte tokens)."""
 
     ids: np.ndarray  # sorted
     in_order: bool
@@ -45,7 +45,7 @@ def make_row_filter(cfg: RowFilterConfig, tokenizer: Tokenizer | None) -> RowFil
 
 
 def find_replacement_tokens(tokenizer: Tokenizer) -> ReplacementTokens:
-    """Returns the ids of U+FFFD and its repetitions, which are in vocabularies trained on damaged text."""
+    """Returns the ids of U+FFFD and of repeated U+FFFD, which exist in vocabularies trained on damaged text."""
     alone = tokenizer.encode(REPLACEMENT)
     single_ids = [int(i) for i in alone if tokenizer.decode([int(i)]) == REPLACEMENT]
     if len(single_ids) != 1:  # byte tokens, possibly after a begin token
@@ -57,7 +57,7 @@ def find_replacement_tokens(tokenizer: Tokenizer) -> ReplacementTokens:
 def degenerate_rows(
     cfg: RowFilterConfig, batch: Batch, depths_B: np.ndarray, damage: ReplacementTokens | None = None
 ) -> np.ndarray:
-    """Returns bool[B], True for rows beyond a limit. depths_B: tokens of each row's first document before the row."""
+    """Returns bool[B], True for rows that exceed a limit. depths_B: offset of each row in its first document."""
     T = batch.tokens.shape[1]
     last_B = batch.segment_ids[:, -1]
     bad_B = suspicious_rows(cfg, batch.tokens, damage) | (last_B == 0)  # rows with padding would bias the sample
@@ -70,7 +70,7 @@ def degenerate_rows(
 
 
 def suspicious_rows(cfg: RowFilterConfig, tokens_BT: np.ndarray, damage: ReplacementTokens | None) -> np.ndarray:
-    """Returns bool[B], True for rows to test fully. Tests a sample of positions in a few microseconds per row."""
+    """Returns bool[B], True for rows that need the full test. Tests only a sample of positions, which is fast."""
     T = tokens_BT.shape[1]
     sample_BS = np.sort(tokens_BT.take(sample_places(T), axis=1), axis=1)
     S = sample_BS.shape[1]
@@ -96,12 +96,12 @@ def suspicious_rows(cfg: RowFilterConfig, tokens_BT: np.ndarray, damage: Replace
 
 @functools.lru_cache
 def sample_places(T: int) -> np.ndarray:
-    """Returns int64[at most SAMPLE_POSITIONS], the sampled positions of a row, fixed for each T and not periodic."""
+    """Returns at most SAMPLE_POSITIONS positions of a row, which depend only on T and are not periodic."""
     return np.arange(T) if T <= SAMPLE_POSITIONS else permuted(np.arange(SAMPLE_POSITIONS), T, "gate")
 
 
 def is_degenerate(cfg: RowFilterConfig, tokens: np.ndarray, damage: ReplacementTokens | None) -> bool:
-    """Returns True if a row with these tokens (without padding) is beyond a limit."""
+    """Returns True if a row with these tokens exceeds a limit. tokens: without padding."""
     n = len(tokens)
     _, counts = np.unique(tokens, return_counts=True)
     return bool(

@@ -66,7 +66,7 @@ class OpenPlan(NamedTuple):
 
 
 def write_plan(folder: Path, split: CorpusSplit, settings: PlanSettings, check: Callable[[Facts], None]) -> None:
-    """Writes the plan of a corpus into `folder`. check: called with facts before packing; raises for unusable data."""
+    """Writes the row plan into `folder`. check: function that is called before packing; raises for unusable data."""
     rule, words = split.rule()
     groups = {TRAIN: settings.num_groups, **({VALID: 1} if split.valid_shards or split.fraction else {})}
     is_plain = not split.fraction and split.conversations is None  # no document is held out
@@ -112,7 +112,7 @@ def open_plan(
     published: str,
     say: Say,
 ) -> OpenPlan:
-    """Opens the plan in `published`, the folder or gs:// URL of a prepared set, or opens or creates it in the cache."""
+    """Opens the row plan of the prepared set at `published`, or else in the cache, where a missing plan is created."""
     shards, cache = [*split.train_shards, *split.valid_shards], cache_folder(cfg)
     little = lambda shard: np.dtype(shard.header["dtype"]).newbyteorder("<").str
     sizes = lambda shard: (shard.header["num_documents"], shard.header["num_tokens"])

@@ -14,7 +14,7 @@ SYNTHETIC_ROWS = 1 << 24  # rows per epoch, enough to avoid repetitions in a run
 
 
 class RowPieces(NamedTuple):
-    """The p document pieces of m rows. Row r consists of pieces first[r] to first[r + 1], followed by padding."""
+    """The p document pieces of m rows. Row r consists of the pieces [first[r], first[r + 1]) and padding."""
 
     first: np.ndarray  # int64[m + 1]
     documents: np.ndarray  # int64[p]
@@ -26,7 +26,7 @@ class RowPieces(NamedTuple):
 
 
 class LocatedPieces(NamedTuple):
-    """Pieces with offsets in files, as lists, which are faster than arrays in Python loops."""
+    """Pieces with their file offsets. Fields are lists, which are faster than arrays in Python loops."""
 
     first: list[int]
     files: list[int]
@@ -40,7 +40,7 @@ class LocatedPieces(NamedTuple):
 
 
 def locate(pieces: RowPieces, where: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]) -> LocatedPieces:
-    """Returns the locations of pieces in files. where: (documents) -> (file, offset of the first token) of each."""
+    """Returns the locations of pieces in files. where: function documents -> (files, offsets of their first tokens)."""
     first, documents = pieces.first, pieces.documents
     ends = np.cumsum(pieces.lengths)
     rows_begin = np.concatenate([[0], ends])[first[:-1]]
@@ -63,7 +63,7 @@ def locate(pieces: RowPieces, where: Callable[[np.ndarray], tuple[np.ndarray, np
 
 
 def read_rows(located: LocatedPieces, chosen: Sequence[int], T: int, files: TokenSet) -> Batch:
-    """Reads the located rows with indices `chosen` as a Batch of [len(chosen), T]."""
+    """Reads the rows `chosen` of `located` as a Batch of [len(chosen), T]."""
     fields_FBT = np.empty((5, len(chosen), T), np.int32)  # one allocation, which malloc reuses for the next batch
     tokens_BT, targets_BT, positions_BT, segments_BT = fields_FBT[:4]
     weights_BT = fields_FBT[4].view(np.float32)
@@ -80,7 +80,7 @@ def read_rows(located: LocatedPieces, chosen: Sequence[int], T: int, files: Toke
 def fill_row(
     located: LocatedPieces, row: int, fields: Sequence[np.ndarray], files: TokenSet, ramp_T: np.ndarray
 ) -> None:
-    """Reads a row into `fields`, the arrays of tokens, positions, segment ids and weights, [T]. ramp_T: arange(T)."""
+    """Reads a row into `fields`: tokens, positions, segment ids and weights of [T]. ramp_T: arange(T)."""
     tokens_T, positions_T, segments_T, weights_T = fields
     first, piece_files, offsets, begins, lengths, ended, *_ = located
     ids, stop = files.ids, 0
@@ -101,7 +101,7 @@ def fill_row(
 
 
 def missing_tokens(located: LocatedPieces, chosen: Sequence[int], files: TokenSet) -> str:
-    """Returns an error message if a file was truncated or removed after the start of the run, else ''."""
+    """Returns an error message if a file was truncated or removed after the run started, else ''."""
     for row in chosen:
         for piece in range(located.first[row], located.first[row + 1]):
             path, begin = files.paths[located.files[piece]].partition("#")[0], located.offsets[piece]
@@ -142,7 +142,7 @@ class SyntheticRows:
         return rows
 
     def read(self, located: np.ndarray, chosen: Sequence[int]) -> Batch:
-        """Returns the located rows with indices `chosen` as a Batch of [len(chosen), T]."""
+        """Returns the rows `chosen` of `located` as a Batch of [len(chosen), T]."""
         return stack_rows([self[located[place]] for place in chosen])
 
     def row_sources(self, row: int) -> np.ndarray:

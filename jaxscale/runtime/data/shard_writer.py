@@ -37,7 +37,7 @@ def dtype_for(largest_id: int) -> np.dtype:
 
 
 class ShardWriter:
-    """Appends documents to NAME.bin; `finish` writes the other files. A document or block that raises is not added."""
+    """Appends documents to NAME.bin; `finish` writes the other files. A call that raises adds no documents."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class ShardWriter:
     ):
         """eos_id: None to append no end tokens. trained: write the loss mask even if all values are 1."""
         if eos_id is not None and not 0 <= eos_id < vocab_size:
-            raise BadInput(f"the end token {eos_id} is not among the {vocab_size:,} ids of the vocabulary")
+            raise BadInput(f"the end token {eos_id} is outside the vocabulary of {vocab_size:,} ids")
         self._base, self._dtype, self._vocab_size = Path(folder) / name, dtype_for(vocab_size - 1), vocab_size
         self._eos_id, self._sources = eos_id, list(sources)
         self._bin = open(f"{self._base}.bin", "wb")  # noqa: SIM115 - closed by finish
@@ -82,7 +82,7 @@ class ShardWriter:
         return len(self._document_sources)
 
     def add(self, ids: np.ndarray, source: str, trained: np.ndarray | None = None, *, is_whole: bool = False) -> None:
-        """Appends a document and, unless is_whole, an end token. trained: loss mask, including the end token."""
+        """Appends a document and, unless is_whole, an end token. trained: loss mask, with a value for the end token."""
         if source not in self._sources:
             raise BadInput(f"{self._base}: source {source!r} is not one of {self._sources}")
         if not is_whole:
@@ -99,16 +99,16 @@ class ShardWriter:
         *,
         is_whole: bool = False,
     ) -> None:
-        """Appends documents with one write. Raises BadInput for invalid ids, lengths, source numbers or end tokens.
+        """Appends documents with one write. Raises BadInput for invalid ids, lengths or source numbers.
 
-        ids: concatenated documents. trained: bool[ids] loss mask; None: all True. is_whole: do not require end tokens.
+        ids: concatenated documents. trained: bool[ids] loss mask; None: all True. is_whole: allow missing end tokens.
         """
         ids, lengths, sources = np.asarray(ids), np.asarray(lengths, np.int64), np.asarray(sources, np.int64)
         if ids.ndim != 1 or lengths.ndim != 1 or (lengths < 1).any() or int(lengths.sum()) != len(ids):
-            raise BadInput(f"{self._base}: {len(ids):,} ids do not match lengths of {len(lengths):,} documents")
+            raise BadInput(f"{self._base}: {len(ids):,} ids do not match the lengths of {len(lengths):,} documents")
         if len(sources) != len(lengths) or (sources >= len(self._sources)).any() or (sources < 0).any():
             raise BadInput(
-                f"{self._base}: {len(sources):,} source numbers for {len(lengths):,} documents, sources {self._sources}"
+                f"{self._base}: {len(sources):,} source numbers must be {len(lengths):,} indices of {self._sources}"
             )
         if not len(lengths):
             return
@@ -117,8 +117,8 @@ class ShardWriter:
             place = int(np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[0])
             document = self.num_documents + int(ends.searchsorted(place, side="right"))
             raise BadInput(
-                f"token id {int(ids[place])} in document {document:,} of {self._base}.bin is not among the "
-                f"{self._vocab_size:,} ids of the vocabulary; the text was encoded with a different tokenizer"
+                f"token id {int(ids[place])} in document {document:,} of {self._base}.bin is outside the "
+                f"vocabulary of {self._vocab_size:,} ids; the text was encoded with a different tokenizer"
             )
         if not is_whole and not (ids[ends - 1] == self._eos_id).all():
             raise BadInput(f"{self._base}: a document does not end with the end token {self._eos_id}")
@@ -134,7 +134,7 @@ class ShardWriter:
     def finish(
         self, token_bytes: np.ndarray | None, header: dict[str, Any], lineage: "pyarrow.Table | None" = None
     ) -> None:
-        """Writes the index and header with fsync. header: additional entries. lineage: table, one row per document."""
+        """Writes and syncs the index and header. header: additional entries. lineage: table, one row per document."""
         sums = {"bin": self._sha256.hexdigest()}
         if self._loss_mask:
             sums["trained"] = self._loss_mask_sha256.hexdigest()
@@ -162,7 +162,7 @@ def write_index(
     header: dict[str, Any],
     lineage: "pyarrow.Table | None" = None,
 ) -> None:
-    """Writes all files of a shard except its .bin, with the header last. sums: {'bin': sha256 of the .bin, ...}."""
+    """Writes the index files of a shard, then its header. sums: {part: sha256} of the files already written."""
     contents = {"idx": offsets.tobytes(), "src": source_ids.tobytes()}
     if token_bytes is not None:
         buffer = io.BytesIO()
@@ -186,7 +186,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def escape_non_utf8(name: str) -> str:
-    """Escapes bytes of a name that are not UTF-8, in the same way as on_one_line()."""
+    """Escapes the bytes of a name that are not UTF-8, as on_one_line() does."""
     return name.encode(errors="backslashreplace").decode()
 
 
@@ -213,14 +213,14 @@ def join_lineages(tables: Sequence["pyarrow.Table"]) -> "pyarrow.Table":
 
 
 def canonical(table: "pyarrow.Table") -> "pyarrow.Table":
-    """Returns the table with canonical columns and chunks, so that equal rows give equal bytes. Raises BadInput."""
+    """Returns the table with canonical column order, types and chunks. Raises BadInput for missing or wrong columns."""
     import pyarrow
 
     names = table.column_names
     if missing := [name for name in LINEAGE_COLUMNS if name not in names]:
-        raise BadInput(f"the lineage lacks the columns {missing}; it has only {names}")
+        raise BadInput(f"the lineage table lacks the columns {missing}; it has only {names}")
     if len(set(names)) != len(names):
-        raise BadInput(f"the lineage has duplicate columns: {names}")
+        raise BadInput(f"the lineage table has duplicate columns: {names}")
     kinds = {"file": pyarrow.string(), "offset": pyarrow.int64(), **dict.fromkeys(LINEAGE_TEXTS, pyarrow.string())}
     columns = {}
     for name in [*LINEAGE_COLUMNS, *sorted(set(names) - set(LINEAGE_COLUMNS))]:
@@ -228,18 +228,18 @@ def canonical(table: "pyarrow.Table") -> "pyarrow.Table":
         try:
             column = table[name].cast(kind)
         except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
-            raise BadInput(f"the lineage's column {name!r} is {table[name].type}, not {kind}: {error}") from None
+            raise BadInput(f"lineage column {name!r} has type {table[name].type}, not {kind}: {error}") from None
         # encoded again, so that dictionary indices are in the order of first occurrence
         columns[name] = column.combine_chunks().dictionary_encode() if name == "file" else column.combine_chunks()
     return pyarrow.table(columns)
 
 
 def lineage_bytes(table: "pyarrow.Table", documents: int) -> bytes:
-    """Returns the table as Parquet, with equal bytes for equal rows and pyarrow versions. Raises BadInput."""
+    """Returns the table as Parquet. A pyarrow version writes equal rows as equal bytes. Raises BadInput if invalid."""
     import pyarrow.parquet
 
     if table.num_rows != documents:
-        raise BadInput(f"the lineage has {table.num_rows:,} rows for {documents:,} documents")
+        raise BadInput(f"the lineage table has {table.num_rows:,} rows for {documents:,} documents")
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(
         canonical(table), buffer, row_group_size=ROW_GROUP, compression="zstd", compression_level=3

@@ -139,9 +139,9 @@ def open_shard(
 ) -> Shard:
     """Opens a shard, given its .bin or .json. Raises BadInput naming the file if the sizes do not match.
 
-    parts: paths of "bin", "idx", "src", "token_bytes" and "docs" that are not next to the header, or functions that
-    download the file, for "idx", "src" and "docs". A .bin in a bucket is not checked. outside: True to allow a .bin in
-    any folder, as for the cached index of a raw .bin.
+    parts: {part: path} for files that are not next to the header. For "idx", "src" and "docs", the value can also be a
+    function that downloads the file and returns its path. The size of a .bin in a bucket is not checked.
+    outside: True to allow a .bin in another folder, as in the cached index of a raw .bin.
     """
     header, base = read_header(path), path.with_suffix("")
     if header is None:
@@ -178,9 +178,9 @@ def shard_files(path: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def verify_shards(paths: Iterable[Path], cfg: DataConfig, cache: Path, say: Callable[[str], None]) -> None:
-    """Verifies the hashes of shards as configured by data.verify. Raises BadInput for changed files.
+    """Verifies the hashes of shards, unless data.verify='size'. Raises BadInput for changed files.
 
-    The lineage may be missing.
+    A missing lineage file is not an error.
     """
     folders: dict[Path, dict[str, str]] = {}
     for path in paths if cfg.verify != "size" else ():
@@ -211,7 +211,7 @@ def open_lineage(path: str) -> Iterator["pyarrow.parquet.ParquetFile"]:
 
 
 def read_token_bytes(path: str) -> np.ndarray | None:
-    """Returns int32[vocabulary], the bytes per id, or None without a file. Raises BadInput for a damaged file."""
+    """Returns int32[vocabulary], the bytes per id, or None for a missing file. Raises BadInput for a damaged file."""
     if not os.path.lexists(path):
         return None
     content = io.BytesIO(read_whole(path))
@@ -220,7 +220,7 @@ def read_token_bytes(path: str) -> np.ndarray | None:
     except (ValueError, EOFError, OSError, MemoryError) as error:
         raise BadInput(f"{path} cannot be read: {error}; {FIX}") from None
     if not isinstance(table, np.ndarray) or table.ndim != 1 or table.dtype != np.int32:
-        raise BadInput(f"{path} is not a table of bytes per id; {FIX}")
+        raise BadInput(f"{path} is not an int32 array of bytes per id; {FIX}")
     return table
 
 
@@ -240,7 +240,7 @@ def read_array(path: str, dtype: str, count: int) -> np.ndarray:
 
 
 def expect_size(path: str, size: int, size_source: str = "its header", fix: str = FIX) -> None:
-    """Raises BadInput unless a file exists and has this size. size_source: origin of the size, for the message."""
+    """Raises BadInput if a file is missing or has a different size. size_source: origin of the size in messages."""
     try:
         status = os.stat(path)
         check_regular(status.st_mode, path)
@@ -304,19 +304,19 @@ def read_header(path: Path) -> dict[str, Any] | None:
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         if path.with_suffix(".src").exists():
             reason = reason if header is None else f"its 'format' is not {FORMAT!r}"
-            raise BadInput(f"{path} is not a valid header, although its .src exists ({reason}); {FIX}")
+            raise BadInput(f"{path} is missing or invalid, but its .src exists ({reason}); {FIX}")
         if path.exists() and not path.is_file():
             raise BadInput(f"{path} is a folder, a pipe or a device, not a file")
         return None
     if header.get("version") not in (OLD_VERSION, VERSION):
-        raise BadInput(f"{path} has format version {header.get('version')}; this program reads version {VERSION}")
+        raise BadInput(f"{path} has format version {header.get('version')}; this jaxscale supports version {VERSION}")
     check_header(path, header)
     sums = {name: sum_ for name, sum_ in header["sha256"].items() if name != HEADER_SUM}
     if unknown := sorted(sums.keys() - SUFFIXES.keys()):
-        raise BadInput(f"{path} has a sha256 of {unknown[0]!r}, which is not a file of a shard; {FIX}")
+        raise BadInput(f"{path} has a sha256 for {unknown[0]!r}, which is not part of a shard; {FIX}")
     expected = json_sha256({**header, "sha256": sums}) if header["version"] == VERSION else None  # not in OLD_VERSION
     if header["sha256"].get(HEADER_SUM) != expected:
-        raise BadInput(f"{path} was changed after it was written: its contents do not match the sha256 in it; {FIX}")
+        raise BadInput(f"{path} was changed after it was written: its contents do not match its sha256; {FIX}")
     return {**header, "sha256": sums}
 
 
@@ -327,7 +327,7 @@ def check_header(path: Path, header: dict[str, Any]) -> None:
         if value is None or type(value) is not kind or not all(name in value for name in REQUIRED_KEYS.get(key, ())):
             raise BadInput(f"{path} has an invalid {key!r}; {FIX}")
         if kind is int and value < 0:
-            raise BadInput(f"{path} has an invalid {key!r}: it is {value}; {FIX}")
+            raise BadInput(f"{path} has an invalid {key!r}: {value} is negative; {FIX}")
     checks = {
         "bin": "\0" not in header["bin"],
         "dtype": header["dtype"] in DTYPES,
@@ -346,5 +346,5 @@ def check_header(path: Path, header: dict[str, Any]) -> None:
 
 
 def has_type(value: Any, kind: type) -> bool:
-    """Returns True if the value has exactly this type and, for int, is at least 0."""
+    """Returns True if the value has exactly this type. An int must also be at least 0."""
     return type(value) is kind and (kind is not int or value >= 0)

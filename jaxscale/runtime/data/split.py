@@ -31,8 +31,8 @@ class CorpusSplit(NamedTuple):
     def rule(self) -> tuple[SplitRule, str]:
         """Returns (rule, description of the validation part). Reads the sources of all documents.
 
-        Documents are held out by a hash of file name and position. If fewer than MIN_DOCUMENTS of a source are
-        expected, the last `fraction` of each document of this source is held out instead.
+        Documents are held out by a hash of file name and position. If this is expected to select fewer
+        than MIN_DOCUMENTS of a source, the last `fraction` of each document of the source is held out instead.
         """
         if self.conversations is not None:
             return self.conversations.rule, self.conversations.description
@@ -71,7 +71,7 @@ class CorpusSplit(NamedTuple):
 
 
 class ConversationSplit(NamedTuple):
-    """Split of conversations, which are not divided between training and validation, or between rows."""
+    """Split of conversations. A conversation is never divided between training and validation, or between rows."""
 
     rule: SplitRule
     description: str
@@ -80,7 +80,7 @@ class ConversationSplit(NamedTuple):
 
 
 def read_indexes(shards: Sequence[Shard], names: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields (lengths, sources as indices into `names`) of the documents of each shard."""
+    """Yields (document lengths, document sources as indices into `names`) of each shard."""
     with ThreadPoolExecutor(FETCHED_AT_ONCE) as pool:  # downloads indexes in a bucket
         list(pool.map(lambda shard: shard.doc_index.fetch(), shards))
     for shard in shards:
@@ -100,7 +100,7 @@ def file_holdout(file_name: str, num_documents: int, fraction: float) -> np.ndar
 
 
 def document_hashes(file_name: str, first: int, number: int) -> np.ndarray:
-    """Returns uint64[number], the hashes of file name and position for documents from position `first` on."""
+    """Returns uint64[number], the hash of file name and position for documents at position `first` and later."""
     seed = int.from_bytes(hashlib.blake2b(file_name.encode(errors="surrogateescape"), digest_size=8).digest(), "little")
     return mix64(np.arange(first, first + number, dtype=np.uint64) + np.uint64(seed))
 
@@ -108,7 +108,7 @@ def document_hashes(file_name: str, first: int, number: int) -> np.ndarray:
 def split_corpus(
     cfg: DataConfig, train_shards: Sequence[Shard], valid_shards: Sequence[Shard], names: Sequence[str], seq_len: int
 ) -> CorpusSplit:
-    """Returns the split of a corpus. Validation is valid_shards or, if empty, a part of the training documents."""
+    """Returns the split of a corpus. Validation uses valid_shards or, if empty, some of the training documents."""
     train, valid = ([shard.fingerprint for shard in shards] for shards in (train_shards, valid_shards))
     content = [*train, "validation", *valid]
     fraction = 0.0 if valid_shards else cfg.val_fraction
@@ -123,12 +123,12 @@ def split_corpus(
 
 
 def source_files(shard: Shard) -> list[tuple[str, int]]:
-    """Returns (name, number of documents) of each file of a shard. Raises BadInput if the sum of documents is wrong."""
+    """Returns (name, number of documents) of each text file of a shard. Raises BadInput if the list is incomplete."""
     files = [(file["name"], file["documents"]) for file in shard.header["files"]]
     if (listed := sum(number for _, number in files)) != shard.header["num_documents"]:
         raise BadInput(
-            f"the header of {shard.place} lists the files of {listed:,} of its {shard.header['num_documents']:,} "
-            "documents, but the split needs the files of all; set data.val_files, or data.val_fraction=0"
+            f"the header of {shard.place} lists files for {listed:,} documents, but there are "
+            f"{shard.header['num_documents']:,}, so they cannot be split; set data.val_files, or data.val_fraction=0"
         )
     return files
 
@@ -136,10 +136,10 @@ def source_files(shard: Shard) -> list[tuple[str, int]]:
 def split_conversations(
     shards: Sequence[Shard], num_train: int, names: Sequence[str], fraction: float, too_long: str, seq_len: int
 ) -> tuple[ConversationSplit, list[str]]:
-    """Returns (split, inputs of the data fingerprint). Shards from number num_train on are validation shards.
+    """Returns (split, inputs of the data fingerprint). The first num_train shards are training shards.
 
-    In a source with few conversations, the fraction is rounded to at least one and never all conversations, selected by
-    the smallest hashes. Conversations longer than seq_len are truncated or dropped (data.chat.too_long).
+    In a source with few conversations, the conversations with the smallest hashes are held out: at least one, but never
+    all. Conversations longer than seq_len are truncated or dropped (data.chat.too_long).
     """
     indexes = list(read_indexes(shards, names))
     in_valid = [np.full(len(lengths), number >= num_train) for number, (lengths, _) in enumerate(indexes)]

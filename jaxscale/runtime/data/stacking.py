@@ -16,19 +16,19 @@ from jaxscale.system.exits import BadInput
 def stack_rows(rows: Sequence[Any]) -> Any:
     """Stacks rows of [T] into a batch of [rows, T]. All rows must have the same fields, which may be nested tuples."""
     if len({tuple(field is None for field in row) for row in rows}) > 1:
-        raise BadInput("some rows of a batch have a prefix or encoder input and some do not")
+        raise BadInput("only some rows of a batch have a prefix or encoder input; all rows must have the same fields")
     return map_fields(lambda *fields: np.stack(fields), *rows)
 
 
 def map_fields(f: Callable[..., Any], *batches: Any) -> Any:
-    """Applies f to each field of the batches, including fields of nested tuples. Fields with None remain None."""
+    """Applies f to each field of the batches, including fields of nested tuples. Fields that are None remain None."""
     columns = zip(*batches, strict=True)
     apply = lambda column: map_fields(f, *column) if isinstance(column[0], tuple) else f(*column)
     return type(batches[0])(*(None if column[0] is None else apply(column) for column in columns))
 
 
 def padding_row(seq_len: int, *, prefix: bool = False, encoder_len: int | None = None) -> Batch:
-    """Returns a row of [T] with segment ids and weights of 0. prefix, encoder_len: add these fields."""
+    """Returns a padding row of [T]. prefix: True to add a prefix. encoder_len: length of the encoder input, if any."""
     zeros_T = np.zeros(seq_len, np.int32)
     encoder = None if encoder_len is None else EncoderInput(*[np.zeros(encoder_len, np.int32)] * 3)
     weights_T = np.zeros(seq_len, np.float32)
@@ -38,8 +38,8 @@ def padding_row(seq_len: int, *, prefix: bool = False, encoder_len: int | None =
 def split_rows(batch: Batch, row_tokens: int) -> Batch:
     """Splits each row of [T] into T / row_tokens rows.
 
-    Documents are cut at row ends, and positions restart at 0. Targets and weights are unchanged, so the last token of a
-    row still predicts the first token of the next row.
+    Documents are split at row ends, and positions restart at 0. Targets are unchanged: the target of the last token of
+    a row is the first token of the next row.
     """
     if batch.tokens.shape[1] == row_tokens:
         return batch
@@ -52,7 +52,7 @@ def split_rows(batch: Batch, row_tokens: int) -> Batch:
 
 
 def tokens_hash(batch: Batch) -> str:
-    """Returns a hash of all token ids as 16 hexadecimal digits. Columns of the encoder follow those of the decoder."""
+    """Returns a hash of all token ids, including those of the encoder, as 16 hexadecimal digits."""
     sums = [0, 0]
     for words_BT, first_column in hashed_token_arrays(batch):
         words_BT = np.asarray(words_BT).astype(np.uint32)
@@ -84,13 +84,13 @@ def aranges(lengths: np.ndarray) -> np.ndarray:
 
 
 def random_words(seed: int, n: int, row: int, number: int) -> np.ndarray:
-    """Returns random uint64[number] for row `row` of batch `n`, from the raw output of Philox, which never changes."""
+    """Returns random uint64[number] for row `row` of batch `n`: raw Philox output, the same in all NumPy versions."""
     key = hashlib.blake2b(f"objective {seed} {n} {row}".encode(), digest_size=16).digest()
     return np.random.Philox(key=int.from_bytes(key, "little")).random_raw(number)
 
 
 def random_integers(words: np.ndarray, bounds: np.ndarray | int) -> np.ndarray:
-    """Returns int64, each word scaled to [0, bound), for bounds below 2**31. A bound of 0 gives 0."""
+    """Scales each word to an int64 in [0, bound). Bounds must be below 2**31; a bound of 0 gives 0."""
     return ((words >> np.uint64(32)) * np.asarray(bounds).astype(np.uint64) >> np.uint64(32)).astype(np.int64)
 
 

@@ -41,7 +41,7 @@ PROBED_DOCUMENTS = 16  # number of documents per file to read; the majority deci
 
 
 def bin_of(path: str) -> str:
-    """Returns the path of the .bin that belongs to a file of a shard or Megatron dataset; for other files, the path."""
+    """Returns the path of the .bin, given any file of a shard or Megatron dataset. Returns other paths unchanged."""
     stem = next((path.removesuffix(ending) for ending in PARTS if path.endswith(ending)), os.path.splitext(path)[0])
     try:
         is_part = is_megatron(path) or read_header(Path(f"{stem}.json")) is not None
@@ -90,9 +90,9 @@ def open_tokens(
                 tokenizer = load_tokenizer(cfg.tokenizer, cfg.eos_token, bos_setting(header.get("begin_tokens", ())))
         if tokenizer and tokenizer.fingerprint != fingerprint:
             raise BadInput(
-                f"data.tokenizer={cfg.tokenizer} is not the tokenizer of {shard.place}, which is "
-                f"{header['name']} with end token {end} and data.bos_token="
-                f"{bos_setting(header.get('begin_tokens', ())) or 'its own'}; use that tokenizer, or leave it empty"
+                f"data.tokenizer={cfg.tokenizer} did not produce {shard.place}, which was encoded with "
+                f"{header['name']} (end token {end}, data.bos_token="
+                f"{bos_setting(header.get('begin_tokens', ())) or 'its own'}); use these, or unset data.tokenizer"
             )
         if tokenizer is None and tokenizer_problem(header["name"]) is None:
             with contextlib.suppress(BadInput):  # the file at this path may have changed
@@ -103,14 +103,14 @@ def open_tokens(
     for shard in [*shards, *val_shards]:
         if tokenizer and shard.header["max_id"] >= tokenizer.vocab_size:
             raise BadInput(
-                f"{shard.place} contains token id {shard.header['max_id']}, which data.tokenizer={tokenizer.name} does "
-                f"not have (its largest id is {tokenizer.vocab_size - 1}); use the tokenizer of the file, or none"
+                f"{shard.place} contains token id {shard.header['max_id']}, but data.tokenizer={tokenizer.name} has "
+                f"ids up to {tokenizer.vocab_size - 1}; use the tokenizer of the file, or unset data.tokenizer"
             )
     return shards, val_shards, tokenizer
 
 
 def match_begin_tokens(cfg: DataConfig, tokenizer: Tokenizer, shards: Sequence[Shard], say: Say) -> Tokenizer:
-    """Returns `tokenizer` for ids of unknown origin, without begin tokens unless most documents have begin tokens."""
+    """Returns the tokenizer for ids of unknown origin, without begin tokens unless most documents begin with them."""
     if not tokenizer.begin_ids or cfg.bos_token:
         return tokenizer
     found = []
@@ -126,7 +126,7 @@ def match_begin_tokens(cfg: DataConfig, tokenizer: Tokenizer, shards: Sequence[S
 
 
 def rename_source(shard: Shard, file: SourceFile, globs: Globs) -> Shard:
-    """Replaces the sources of a shard by the source that the settings name for the file, if any."""
+    """Replaces the sources of a shard with the source of its file, if the settings name sources."""
     header = shard.header
     if not names_sources(globs) or header["sources"] == [file.source]:
         return shard
@@ -136,7 +136,7 @@ def rename_source(shard: Shard, file: SourceFile, globs: Globs) -> Shard:
 
 
 def open_prepared(path: str, cfg: DataConfig, say: Say) -> list[Shard]:
-    """Opens the shards of a prepared set. Verifies local files as in data.verify, other files when downloaded."""
+    """Opens the shards of a prepared set. Verifies local files according to data.verify, others after download."""
     if is_remote(path):
         return open_remote_set(path, shard_cache(str(cache_folder(cfg) / "bucket"), cfg.cache_bytes))
     manifest = check_manifest(path, deep=False)
@@ -147,7 +147,7 @@ def open_prepared(path: str, cfg: DataConfig, say: Say) -> list[Shard]:
 
 
 def prepared_set_folder(cfg: DataConfig, files: Sequence[SourceFile]) -> str:
-    """Returns the folder or gs:// URL of the prepared set if the files are a single manifest, else ''."""
+    """Returns the folder or gs:// URL of the prepared set if `files` is a single manifest, else ''."""
     if cfg.name != "tokens" or len(files) != 1 or not is_manifest(files[0].path):
         return ""
     path = files[0].path
@@ -168,7 +168,7 @@ def prepared_problems(path: str, cfg: DataConfig) -> tuple[Manifest | None, list
 
 
 def too_small(url: str, largest: int) -> str:
-    """Returns the message for a cache that is smaller than a single file of the set."""
+    """Returns the message for a cache that is smaller than the largest file of the set."""
     return f"{url} has a file of {largest:,} bytes; raise data.cache_bytes to a few times that"
 
 

@@ -62,8 +62,8 @@ def open_documents(
     val_shards = [open_tokenized(val_files, tokenizer, cfg, say)] if val_files else []
     if cfg.name == "chat" and not shards[0].header["conversations"]:
         raise BadInput(
-            f"data.name='chat', but {files[0].path}{' and the other files' * (len(files) > 1)} have no conversation "
-            "and no prompt with a completion; set data.name='files' to train on all text"
+            "data.name='chat', but no conversations or prompts with completions were found in "
+            f"{files[0].path}{' and the other files' * (len(files) > 1)}; set data.name='files' to train on all text"
         )
     only_ids = [not shard.header["tokenizer"]["fingerprint"] for shard in [*shards, *val_shards]]
     if not any(only_ids):
@@ -72,7 +72,7 @@ def open_documents(
         return shards, val_shards, match_begin_tokens(cfg, tokenizer, shards, say) if all(only_ids) else tokenizer
     if not all(only_ids):
         raise BadInput(
-            "one of data.files and data.val_files has token ids, the other text; set data.tokenizer to that of the ids"
+            "data.files and data.val_files mix token ids and text; set data.tokenizer to the tokenizer of the ids"
         )
     return shards, val_shards, None
 
@@ -122,7 +122,7 @@ def tokenize(
             lost = summarize_losses(skipped, 0, 0, cfg.where)
             reason = lost.line if lost else describe_skipped(skipped)
             names = f"{files[0].path}{' and the other files' * (len(files) > 1)}"
-            raise BadInput(f"{names} contain no document{f' ({reason})' if reason else ''}")
+            raise BadInput(f"no documents found in {names}{f' ({reason})' if reason else ''}")
     except BaseException:
         writer.abandon()
         raise
@@ -172,7 +172,7 @@ def write_documents(
 
 
 class ReadCounts:
-    """Counts and hashes of the documents that were read, for the header of a shard."""
+    """Counts and hashes of the documents read, for the header of a shard."""
 
     def __init__(self, files: Sequence[SourceFile], tokenizer: Tokenizer | None):
         """tokenizer: None for token ids of an unknown tokenizer."""
@@ -222,7 +222,7 @@ class ReadCounts:
 def read_documents(
     choices: Mapping[SourceFile, FieldChoice], reader: DocumentReader, skipped: Counter, say: Say
 ) -> Iterator[ReadItem]:
-    """Yields (file, document, item to encode) for all files, and logs files with documents that are not UTF-8."""
+    """Yields (file, document, item to encode) for all files. Logs files with invalid UTF-8."""
     counted = damaged = 0
     for file, choice in choices.items():
         for document, item in reader.read(file, choice, skipped):

@@ -51,13 +51,13 @@ def find_damaged(
     remember: bool = True,
     known: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
-    """Returns {path: problem} for files that do not match their sha256, with '' as problem if only the hash differs.
+    """Returns {path: problem} for files that do not match their sha256. A problem is '' for a readable file.
 
     Verified files are recorded in the cache, and are not read again until they change.
     files: {path: sha256}; sizes must have been checked. name: path of the set, used as the key in the cache. say:
-    receives log lines about waiting and long reads. remember: False to hash all files again. known: result of
-    read_verified() for files that were hashed elsewhere.
-    Raises: Unreadable naming the file if the storage cannot be read.
+    function that logs a line. remember: False to hash all files again. known: additional records of verified files,
+    from read_verified().
+    Raises Unreadable, which names the file, if the storage cannot be read.
     """
     key = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
     memory = cache / f"verified-{key}.json"
@@ -110,7 +110,7 @@ def read_verified(memory: Path) -> dict[str, Any]:
 
 
 def snapshot_files(files: Mapping[str, str]) -> dict[str, Expected]:
-    """Returns the current state of files {path: sha256} for FileWatch. Call this function before hashing the files."""
+    """Returns the current state of the files for FileWatch. files: {path: sha256}. Must be called before hashing."""
     return {path: Expected(stamp_of(path), sha256) for path, sha256 in files.items()}
 
 
@@ -162,7 +162,7 @@ class FileWatch:
         self._hasher = BackgroundHasher()
 
     def check(self, paths: Collection[str]) -> None:
-        """Calls check_file() at most once per LOOK_SECONDS. Call before reading: reading a truncated map is fatal."""
+        """Calls check_file() at most once per LOOK_SECONDS. Call before each read: a truncated map ends the process."""
         now = time.monotonic()
         for path in paths:
             if now - self._checked_at.get(path, -math.inf) >= LOOK_SECONDS:
@@ -170,7 +170,7 @@ class FileWatch:
                 self.check_file(path, is_open=True)
 
     def check_file(self, path: str, *, is_open: bool = False) -> None:
-        """Raises Stop(DATA_MISMATCH) for a changed file, Stop(STORAGE) for an unreadable one; ignores unknown files."""
+        """Raises Stop(DATA_MISMATCH) for a changed file, Stop(STORAGE) if reading fails. Ignores unknown files."""
         if (known := self._files.get(path)) is None:
             return
         try:

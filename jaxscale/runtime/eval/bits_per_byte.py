@@ -36,7 +36,7 @@ Tokens: TypeAlias = Globs | Sequence[Sequence[int]]  # files of token ids, or do
 
 
 def mean_error(values: Numbers) -> tuple[float, float | None]:
-    """Returns (mean, standard error): the error is the sample standard deviation over sqrt(n)."""
+    """Returns (mean, standard error of the mean). The error is None for a single value."""
     array = np.asarray(values, np.float64)
     if len(array) < 2:
         return float(array.mean()), None
@@ -46,8 +46,8 @@ def mean_error(values: Numbers) -> tuple[float, float | None]:
 def ratio_error(above: Numbers, below: Numbers) -> tuple[float, float | None]:
     """Returns (sum of `above` / sum of `below`, standard error of this ratio).
 
-    Each sampled item has both numbers, as a document has nats and bytes. The error is of first order in the deviations
-    above - ratio * below (Cochran 1977, Sampling Techniques, chapter 6).
+    Each item has a value in both, such as the nats and bytes of a document. The error is a first-order estimate from
+    the deviations above - ratio * below (Cochran 1977, Sampling Techniques, chapter 6).
     """
     numerators, denominators = np.asarray(above, np.float64), np.asarray(below, np.float64)
     ratio = float(numerators.sum() / denominators.sum())
@@ -59,7 +59,7 @@ def ratio_error(above: Numbers, below: Numbers) -> tuple[float, float | None]:
 
 
 def exp_error(mean: float, error: float | None) -> tuple[float, float | None]:
-    """Returns (exp of a mean, its standard error to first order), such as a perplexity."""
+    """Returns (exp(mean), first-order standard error), such as a perplexity and its error."""
     value = math.inf if mean > 700 else math.exp(mean)
     return value, None if error is None or not math.isfinite(value) else value * error
 
@@ -74,7 +74,7 @@ class EvalReading(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, context: int) -> "EvalReading":
-        """Returns the reading settings of a tokenizer. Without begin ids, the end-of-document token starts a text."""
+        """Returns the settings for a tokenizer. Without begin ids, texts start with the end-of-document token."""
         return cls(tokenizer, tokenizer.begin_ids or (tokenizer.eos_id,), tokenizer.begin_ids, context)
 
 
@@ -87,7 +87,7 @@ class DocumentSums(NamedTuple):
 
 
 def text_windows(num_ids: int, num_start: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yields windows (begin, first, end), which read ids [begin, end - 1) and score ids [first, end)."""
+    """Yields windows (begin, first, end). A window reads ids [begin, end - 1) and scores ids [first, end)."""
     first = num_start
     while first < num_ids:
         end = min(context + 1 if first == num_start else first + stride, num_ids)
@@ -130,7 +130,7 @@ def in_blocks(documents: Iterable[tuple[np.ndarray, int]]) -> Iterator[Block]:
 def measure_documents(
     block: Sequence[tuple[Ids, np.ndarray, int]], scorer: Scorer, params: Any, context: int, stride: int
 ) -> list[DocumentSums]:
-    """Measures the documents that have tokens. `block` has (ids before the document, its ids, its bytes) tuples."""
+    """Measures the documents that have tokens. block: (start ids, document ids, number of bytes) of each document."""
     spans, owners = [], []
     for number, (start_ids, ids, _) in enumerate(block):
         windows = document_spans(ids, start_ids, context, stride)
@@ -163,7 +163,7 @@ class TextSet:
             if tokens > MAX_TOKENS:
                 files = ", ".join(file.path for file in self.files[:3])
                 raise BadInput(
-                    f"{files}: more than {MAX_TOKENS:,} tokens, which are stored in memory; set a limit of documents"
+                    f"{files}: more than {MAX_TOKENS:,} tokens, the maximum in memory; set `limit` to fewer documents"
                 )
         return dataclasses.replace(self, in_memory=tuple(blocks), left_out=left_out)
 
@@ -189,7 +189,7 @@ class TextSet:
         return found
 
     def no_text_message(self, left_out: Counter) -> str:
-        """Returns the error message for a source without text, with the reasons of skipped documents."""
+        """Returns the error message for a source without text, with the reasons for skipped documents."""
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in left_out.items())
         files = ", ".join(file.path for file in self.files[:3])
         return f"no text to evaluate in {files}" + (f" (left out: {reasons})" if reasons else "")
@@ -218,7 +218,7 @@ def summarise_text(measured: Sequence[DocumentSums]) -> dict[str, float]:
 
 
 def text_metrics(sets: Mapping[str, TextSet], scorer: Scorer, params: Any, skipped: Counter) -> dict[str, float]:
-    """Returns the metrics of all sources together and, for several sources, also of each. Raises as measure()."""
+    """Returns the metrics of all sources together and, if there are several, of each. Raises BadInput without text."""
     measured = {name: one.measure(scorer, params, skipped) for name, one in sets.items()}
     metrics = summarise_text([document for found in measured.values() for document in found])
     if len(measured) > 1:
@@ -228,7 +228,7 @@ def text_metrics(sets: Mapping[str, TextSet], scorer: Scorer, params: Any, skipp
 
 
 def open_documents(name: str, given: Tokens, vocab_size: int, limit: int = 0) -> Callable[[], Iterator[np.ndarray]]:
-    """Returns a function that yields at most `limit` documents (0: all). Raises BadInput for missing files or ids."""
+    """Returns a function that yields at most `limit` documents (0: all). Raises BadInput for missing files."""
     if isinstance(given, (str, dict)) or len(given) and all(isinstance(one, str) for one in given):
         documents = open_token_files(name, cast(Globs, given), vocab_size)
     else:
@@ -237,11 +237,11 @@ def open_documents(name: str, given: Tokens, vocab_size: int, limit: int = 0) ->
 
 
 def checked_documents(name: str, documents: Iterable[Any], vocab_size: int) -> Iterator[np.ndarray]:
-    """Yields documents as arrays. Raises BadInput unless they are lists of ids in the vocabulary."""
+    """Yields documents as arrays. Raises BadInput for a document that is not a list of ids in the vocabulary."""
     for number, document in enumerate(documents):
         ids = np.asarray(document)
         if ids.ndim != 1 or not (ids.dtype.kind in "iu" or ids.size == 0):
-            raise BadInput(f"{name}[{number}] must be a list of token ids; a single document is [ids]")
+            raise BadInput(f"{name}[{number}] must be a list of token ids; pass a single document as [ids]")
         if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
             worst = ids.max() if ids.max() >= vocab_size else ids.min()
             raise BadInput(
@@ -251,7 +251,7 @@ def checked_documents(name: str, documents: Iterable[Any], vocab_size: int) -> I
 
 
 def open_token_files(name: str, files: Globs, vocab_size: int) -> Callable[[], Iterator[np.ndarray]]:
-    """Returns a function that yields the documents of token files. Raises BadInput as open_documents does."""
+    """Returns a function that yields the documents of token files. Raises BadInput for missing files or invalid ids."""
     cfg = DataConfig(name="tokens", files=files)
     if problems := check_data(cfg, 1, vocab_size):
         raise BadInput(problems[0].replace("data.files", name))
@@ -272,11 +272,11 @@ def open_token_files(name: str, files: Globs, vocab_size: int) -> Callable[[], I
 def token_metrics(
     name: str, documents: Iterable[np.ndarray], scorer: Scorer, params: Any, context: int, stride: int
 ) -> dict[str, float]:
-    """Returns metrics of documents, whose first ids are not scored. Raises BadInput if no document has two ids."""
+    """Returns metrics of documents. Does not score the first id. Raises BadInput if no document has two ids."""
     measured = []
     for block in in_blocks((np.asarray(document, np.int32), 0) for document in documents):
         triples = [(ids[:1], ids[1:], size) for ids, size in block]
         measured += measure_documents(triples, scorer, params, context, stride)
     if not measured:
-        raise BadInput(f"{name} has no document of two or more tokens, so there is nothing to predict")
+        raise BadInput(f"{name} has no document with at least two tokens, so no token can be scored")
     return summarise_text(measured)

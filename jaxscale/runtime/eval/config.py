@@ -14,7 +14,7 @@ EVERY = "steps between evaluations, with one before the first step and one at th
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextEval(ReadConfig):
-    """Settings of perplexity and bits per byte of text, which is read with the settings of ReadConfig."""
+    """Settings of text evaluation (perplexity and bits per byte), including the settings of ReadConfig."""
 
     kind: Literal["text"] = setting("text", "kind of evaluation")
     files: Globs = setting(help="glob or list of globs, or {source: globs}; any file type of data.files")
@@ -45,14 +45,14 @@ class ItemEval:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChoiceEval(ItemEval):
-    """Settings of multiple-choice questions (PIQA, SciQ, ARC, own): accuracy, also normalised by length."""
+    """Settings of multiple-choice evaluation (PIQA, SciQ, ARC or custom): accuracy, also normalized by length."""
 
     kind: Literal["choice"] = setting("choice", "kind of evaluation")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClozeEval(ItemEval):
-    """Settings of texts whose end is predicted (LAMBADA, own): accuracy and perplexity of the target."""
+    """Settings of cloze evaluation (LAMBADA or custom): accuracy and perplexity of the end of each text."""
 
     kind: Literal["cloze"] = setting("cloze", "kind of evaluation")
 
@@ -73,8 +73,8 @@ def check_names(evals: Evals) -> None:
     for name in evals:
         if not NAME.fullmatch(name):
             raise BadInput(
-                f"evals has the name {name!r}; a name is part of metric names and needs 1 to 64 letters, digits, _ . "
-                "or -, and a letter or digit at the beginning"
+                f"evals has an invalid name {name!r}; use at most 64 letters, digits, '_', '.' and '-', and begin with "
+                "a letter or digit"
             )
 
 

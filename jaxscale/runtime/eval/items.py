@@ -38,14 +38,14 @@ class EvalItem(NamedTuple):
 
 
 def check_item_files(pattern: str, setting: str) -> list[Path]:
-    """Returns the files of a glob. Raises BadInput if there are none, or if a file has a different type."""
+    """Returns the files of a glob. Raises BadInput if there are none, or if a file has an unsupported type."""
     found, problems = list_files(pattern, setting, "items")
     if problems:
         raise BadInput(problems[0])
     for file in found:
         if kind_of(Path(file.path)) not in ENDINGS or Path(file.path).is_dir():
             raise BadInput(
-                f"{setting}={file.path} must be .jsonl (also .gz, .zst), .parquet or .arrow, with an item per row"
+                f"{setting}={file.path} must be .jsonl (also .gz or .zst), .parquet or .arrow, with one item per row"
             )
     return [Path(file.path) for file in found]
 
@@ -77,7 +77,7 @@ class SkippedItems:
 
 
 def read_items(files: Sequence[Path], kind: str, limit: int = 0, skipped: SkippedItems | None = None) -> list[EvalItem]:
-    """Returns at most `limit` items (0: all). Counts invalid records in `skipped`, or raises BadInput without it."""
+    """Returns at most `limit` items (0: all). skipped.add() counts an invalid record or raises BadInput."""
     skipped = SkippedItems() if skipped is None else skipped
     form = choice_item if kind == "choice" else cloze_item
     items: list[EvalItem] = []
@@ -91,8 +91,8 @@ def read_items(files: Sequence[Path], kind: str, limit: int = 0, skipped: Skippe
                 size = answers * len(item.context) + sum(map(len, item.continuations))
                 if size > MAX_ITEM_CHARACTERS:
                     raise BadInput(
-                        f"has {answers:,} answers with {size:,} characters, including the context of each; the limit "
-                        f"is {MAX_ITEM_CHARACTERS:,}; remove it"
+                        f"has {answers:,} answers with {size:,} characters in total, with each context; the limit "
+                        f"is {MAX_ITEM_CHARACTERS:,}; remove the item"
                     )
                 items.append(item)
             except BadInput as error:
@@ -105,7 +105,7 @@ def read_items(files: Sequence[Path], kind: str, limit: int = 0, skipped: Skippe
 
 
 def choice_item(name: str, value: Mapping[str, Any]) -> EvalItem:
-    """Returns the item of a record. Its fields show whether it is from PIQA, SciQ or ARC, or a custom item."""
+    """Returns the item of a record, which has the fields of PIQA, SciQ, ARC or a custom item."""
     if {"context", "choices", "answer"} <= value.keys():
         return context_item(name, value)
     if {"goal", "sol1", "sol2", "label"} <= value.keys():
@@ -118,7 +118,7 @@ def choice_item(name: str, value: Mapping[str, Any]) -> EvalItem:
     if {"question", "choices", "answerKey"} <= value.keys():
         return arc_item(name, value)
     raise BadInput(
-        f"has the fields {listed(value)}; an item has context, choices and answer, or the fields of "
+        f"has the fields {listed(value)}, but needs context, choices and answer, or the fields of "
         "PIQA, SciQ or ARC (see docs/evaluate.md)"
     )
 
@@ -131,8 +131,8 @@ def context_item(name: str, value: Mapping[str, Any]) -> EvalItem:
     answer = value["answer"]
     if isinstance(answer, str):
         if choices.count(answer) != 1:
-            which = "more than" if answer in choices else "not"
-            raise BadInput(f"has the answer {shown(answer)}, which is {which} one of its choices")
+            which = "occurs more than once in" if answer in choices else "is not one of"
+            raise BadInput(f"has the answer {shown(answer)}, which {which} its choices")
         right = choices.index(answer)
     else:
         right = right_index(value, "answer", len(choices))
@@ -144,10 +144,10 @@ def arc_item(name: str, value: Mapping[str, Any]) -> EvalItem:
     """Returns the item of an ARC record, whose answers are labelled with letters or numbers."""
     choices = value["choices"]
     if not isinstance(choices, Mapping) or not {"text", "label"} <= choices.keys():
-        raise BadInput("has choices without text and label")
+        raise BadInput("has choices without the fields text and label")
     answers, labels = texts_of(choices, "text"), texts_of(choices, "label")
     if value["answerKey"] not in labels or len(labels) != len(answers):
-        raise BadInput(f"has the answerKey {shown(value['answerKey'])}, and the labels {listed(labels)}")
+        raise BadInput(f"has answerKey {shown(value['answerKey'])}, but labels {listed(labels)}; add the missing label")
     right = labels.index(value["answerKey"])
     return question_item(name, f"Question: {text_of(value, 'question')}\nAnswer:", answers, right)
 
@@ -167,7 +167,7 @@ def cloze_item(name: str, value: Mapping[str, Any]) -> EvalItem:
         context, space, target = text_of(value, "text").rpartition(" ")
         target = space + target
     else:
-        raise BadInput(f"has the fields {listed(value)}; it needs text, or context and target")
+        raise BadInput(f"has the fields {listed(value)}, but needs text, or context and target")
     if not target.strip():
         raise BadInput("ends in a space, so that no word is left to predict" if "text" in value else "has no target")
     return EvalItem(name, context, (target,), (target.strip(),), 0)
@@ -176,25 +176,25 @@ def cloze_item(name: str, value: Mapping[str, Any]) -> EvalItem:
 def text_of(value: Mapping[str, Any], field: str) -> str:
     """Returns a text field of the record. Raises BadInput if it is not text."""
     if not isinstance(value[field], str):
-        raise BadInput(f"has no text in {field!r}, but {shown(value[field])}")
+        raise BadInput(f"must have text in {field!r}, not {shown(value[field])}")
     return value[field]
 
 
 def texts_of(value: Mapping[str, Any], field: str) -> tuple[str, ...]:
-    """Returns a field that is a list of nonempty texts. Raises BadInput otherwise."""
+    """Returns a field that is a list of nonempty texts. Raises BadInput for other values."""
     found = value[field]
     if not isinstance(found, (list, tuple)) or not all(isinstance(text, str) and text for text in found):
-        raise BadInput(f"has no list of texts in {field!r}, but {shown(found)}")
+        raise BadInput(f"must have a list of nonempty texts in {field!r}, not {shown(found)}")
     return tuple(found)
 
 
 def right_index(value: Mapping[str, Any], field: str, number: int) -> int:
-    """Returns the index of the right answer from a field, which may be a string of digits, as in some files."""
+    """Returns the index of the right answer from a field, which may be an integer or a string of digits."""
     found = value[field]
     digits = isinstance(found, str) and found.isascii() and found.isdecimal() and len(found) < 19
     place = int(found) if digits else found
     if isinstance(place, bool) or not isinstance(place, int) or not 0 <= place < number:
-        raise BadInput(f"has {field}={shown(found)}, which is not an index of its {number} answers, counted from 0")
+        raise BadInput(f"has {field}={shown(found)}, which is not a zero-based index of its {number} answers")
     return place
 
 

@@ -53,10 +53,10 @@ def check_installed() -> None:
 def log_likelihoods(
     served: Served, pairs: Sequence[tuple[str, str]], chat: ChatPrompts | None = None
 ) -> list[tuple[float, bool]]:
-    """Returns (log-likelihood, whether greedy decoding gives it) for the continuation of each (context, continuation).
+    """Returns (log-likelihood, whether greedy decoding would produce it) of the continuation in each pair.
 
     A context that is too long is truncated on the left. `chat` is required if contexts are rendered conversations.
-    Raises BadInput for a continuation without tokens, or longer than the model's context, as lm-eval's HFLM asserts.
+    Raises BadInput for a continuation that has no tokens or exceeds the model's context, as lm-eval's HFLM asserts.
     """
     reading, text_ids = served.reading, chat and chat.text_ids
     spans, num_truncated = [], 0
@@ -64,7 +64,7 @@ def log_likelihoods(
         try:
             span, is_truncated = span_of(encode_pair(reading, context, continuation, text_ids), reading.context)
         except BadInput as error:
-            raise BadInput(f"lm-eval's request with the context {context[-80:]!r}: {error}") from None
+            raise BadInput(f"lm-eval request with context {context[-80:]!r}: {error}") from None
         spans.append(span)
         num_truncated += is_truncated
     if num_truncated:
@@ -78,12 +78,12 @@ def score(served: Served, spans: Sequence[TokenSpan]) -> Scores:
     """Returns the scores of the spans. Raises BadInput for NaN, which lm-eval would count as an answer."""
     scores = served.scorer.score(served.params, spans)
     if np.isnan(scores.nats).any():
-        raise BadInput("the likelihoods of this checkpoint are NaN; evaluate another step")
+        raise BadInput("this checkpoint gives NaN likelihoods; evaluate another step")
     return scores
 
 
 def rolling_log_likelihoods(served: Served, texts: Sequence[str]) -> list[float]:
-    """Returns the log-likelihood of each text, in windows that are disjoint except for the last, as in lm-eval."""
+    """Returns the log-likelihood of each text. As in lm-eval, windows are disjoint, but the last window may overlap."""
     reading, encode = served.reading, served.reading.tokenizer.encode
     windows = [document_spans(encode(text), reading.start_ids, reading.context, reading.context) for text in texts]
     nats = iter(score(served, [span for spans in windows for span in spans]).nats.tolist())
@@ -91,7 +91,7 @@ def rolling_log_likelihoods(served: Served, texts: Sequence[str]) -> list[float]
 
 
 def write_settings(settings: dict[str, Any]) -> WriteSettings:
-    """Converts a task's generation_kwargs; greedy unless do_sample is set. Raises BadInput for unknown keys."""
+    """Converts a task's generation_kwargs. Decodes greedily without do_sample. Raises BadInput for unknown keys."""
     settings = dict(settings)
     stops = settings.pop("until", None) or ()
     stops = (stops,) if isinstance(stops, str) else tuple(stops)
@@ -110,9 +110,9 @@ def write_settings(settings: dict[str, Any]) -> WriteSettings:
 def generated(
     served: Served, requests: Sequence[tuple[str, dict[str, Any]]], chat: ChatPrompts | None = None
 ) -> list[str]:
-    """Returns the text that the model adds to each context with the settings of the request, without the stop text.
+    """Returns the generated continuation of each context, without the stop text.
 
-    A context that leaves too little room is truncated on the left. With `chat`, a text also ends with the turn.
+    A context that leaves too little room is truncated on the left. With `chat`, generation also stops after the turn.
     """
     reading, stop_ids = served.reading, chat.stop_ids if chat else served.tokenizer.stop_ids
     plain = lambda text: [*reading.begin_ids, *reading.tokenizer.encode(text).tolist()] or [*reading.start_ids]
@@ -124,7 +124,7 @@ def generated(
     for settings, numbers in groups.items():
         max_prompt = reading.context - settings.num_tokens
         if max_prompt < 1:
-            raise BadInput(f"{settings.num_tokens} new tokens do not fit in a context of {reading.context}")
+            raise BadInput(f"{settings.num_tokens} new tokens do not fit in a context of {reading.context}; use fewer")
         generator = served.open_generator(min(served.rows, len(numbers)), reading.context)
         whole = {number: ids_of(requests[number][0]) for number in numbers}
         num_truncated += sum(len(ids) > max_prompt for ids in whole.values())
@@ -204,9 +204,9 @@ def run_tasks(
     limit: int | None = None,
     chat: bool = False,
 ) -> dict[str, float]:
-    """Returns {'TASK/METRIC': value, 'TASK/METRIC_stderr': ...} . Raises BadInput for unknown tasks.
+    """Returns {'TASK/METRIC': value, 'TASK/METRIC_stderr': ...}. Raises BadInput for unknown tasks.
 
-    `folder` has yaml files of more tasks. `limit` is the number of items per task. `chat` renders questions as turns.
+    folder: YAML files of additional tasks. limit: number of items per task. chat: True to use the chat template.
     """
     model = adapter_class()(served)
     import lm_eval
@@ -215,8 +215,8 @@ def run_tasks(
     manager = TaskManager(include_path=folder)
     known = set(manager.all_tasks)
     if missing := [task for task in tasks if task not in known]:
-        where = f" and in {folder}" if folder else "; --include_path=FOLDER has more"
-        raise BadInput(f"--lm_eval={','.join(missing)}: no task of lm-eval {lm_eval.__version__}{where}")
+        where = f" or {folder}" if folder else "; --include_path=FOLDER adds tasks"
+        raise BadInput(f"--lm_eval={','.join(missing)} not found in lm-eval {lm_eval.__version__}{where}")
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # otherwise lm-eval forks this process, which has jax threads
     with contextlib.redirect_stdout(sys.stderr):  # lm-eval prints, and stdout may be parsed as JSON
         found = lm_eval.simple_evaluate(

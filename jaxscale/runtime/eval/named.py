@@ -37,7 +37,7 @@ GROUP = "evals"  # prefix of metric names
 
 @dataclasses.dataclass(frozen=True)
 class ItemSet:
-    """Items as spans of ids, to be scored with one or several models."""
+    """Items encoded as spans of ids, for scoring with one or several models."""
 
     kind: str  # choice or cloze
     items: tuple[EvalItem, ...]
@@ -62,7 +62,7 @@ class ItemSet:
 def encode_items(
     kind: str, items: Sequence[EvalItem], reading: EvalReading, skipped: SkippedItems | None = None
 ) -> ItemSet:
-    """Returns the items as ids. Counts items that cannot be scored in `skipped`, or raises BadInput without it."""
+    """Encodes the items. skipped.add() counts an item that cannot be scored or raises BadInput."""
     skipped = SkippedItems() if skipped is None else skipped
     encoded, spans, num_cut, num_alone, num_ids = [], [], 0, 0, 0
     for item in items:
@@ -77,8 +77,8 @@ def encode_items(
         num_ids += sum(len(span.ids) for span, _ in item_spans)
         if num_ids > MAX_IDS:
             raise BadInput(
-                f"evaluation item {item.name}: the items up to this one have more than {MAX_IDS:,} tokens, including "
-                "contexts, which are stored in memory; set a limit of items"
+                f"evaluation item {item.name}: all items so far, with contexts, have more than {MAX_IDS:,} tokens, "
+                "the maximum in memory; set `limit` to fewer items"
             )
         num_cut += sum(cut for _, cut in item_spans)
         num_alone += sum(pair.alone for pair in pairs)
@@ -90,8 +90,8 @@ def encode_items(
 def choice_metrics(items: Sequence[EvalItem], scores: Scores) -> dict[str, float]:
     """Returns acc, acc_norm and acc_bytes with their standard errors, as lm-eval defines them.
 
-    acc: the right continuation has the highest log-likelihood. acc_norm: its log-likelihood per character of the answer
-    is the highest. acc_bytes: the same per UTF-8 byte. The first of equal values is chosen; a NaN makes the result NaN.
+    acc: the right continuation has the highest log-likelihood. acc_norm: the right continuation has the highest
+    log-likelihood per character. acc_bytes: the same per UTF-8 byte. Ties go to the first; a NaN makes the result NaN.
     """
     right: dict[str, list[float]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
     begin = 0
@@ -107,7 +107,7 @@ def choice_metrics(items: Sequence[EvalItem], scores: Scores) -> dict[str, float
 
 
 def cloze_metrics(scores: Scores) -> dict[str, float]:
-    """Returns acc (all tokens of the target are the likeliest) and perplexity of the targets (arXiv:1606.06031)."""
+    """Returns acc (each token of the target is the most likely) and perplexity of the targets (arXiv:1606.06031)."""
     acc = mean_error(np.where(np.isnan(scores.nats), np.nan, scores.likeliest))
     perplexity = exp_error(*mean_error(scores.nats))
     return with_errors({"acc": acc, "perplexity": perplexity}) | {"items": len(scores.nats)}
@@ -132,7 +132,7 @@ class EncodedPair(NamedTuple):
 
 
 def encode_pair(reading: EvalReading, context: str, continuation: str, text_ids: TextIds | None = None) -> EncodedPair:
-    """Returns the ids of both texts, after begin ids unless `text_ids` (for chats) adds them. Raises BadInput."""
+    """Encodes both texts. text_ids: encoder of a chat. Raises BadInput for a continuation without tokens."""
     ids_of = text_ids or (lambda before, behind: reading.tokenizer.encode(before + behind))
     stripped = context.rstrip()
     context, continuation = stripped, context[len(stripped) :] + continuation
@@ -145,18 +145,18 @@ def encode_pair(reading: EvalReading, context: str, continuation: str, text_ids:
     ids = np.concatenate([np.asarray(part, np.int32) for part in parts])
     first = len(begin) + len(tail)
     if first >= len(ids):
-        raise BadInput(f"the continuation {continuation[:80]!r} has no token")
+        raise BadInput(f"the continuation {continuation[:80]!r} has no tokens")
     return EncodedPair(ids, first, alone)
 
 
 def span_of(pair: EncodedPair, longest: int) -> tuple[TokenSpan, bool]:
-    """Returns (span of at most `longest` tokens, whether its context was cut). Raises BadInput if still too long."""
+    """Returns (span, whether its context was truncated). Raises BadInput if the continuation exceeds `longest`."""
     ids, first, _ = pair
     cut = max(len(ids) - 1 - longest, 0)
     if first - cut < 1:
         raise BadInput(
-            f"the continuation has {len(ids) - first} tokens, more than the limit of {longest}; remove it, or raise "
-            "the limit (--context, or seq_len of the run)"
+            f"the continuation has {len(ids) - first} tokens, more than the context of {longest}; remove the item, or "
+            "raise --context or seq_len of the run"
         )
     ids = ids[cut:].copy() if cut else ids  # a view would reference the whole array
     return TokenSpan(ids, first - cut), cut > 0
@@ -182,8 +182,8 @@ def open_evaluators(
 ) -> tuple[Evaluator, ...]:
     """Opens every evaluator and reads its data. Raises BadInput for missing or invalid data.
 
-    `named` returns the name of an evaluator in messages. With `hold`, text is read into memory once, so that a long run
-    does not fail if a file disappears; otherwise the text is read each time, and may be larger than memory.
+    named: function that returns the name of an evaluator in messages. hold: True to read text into memory once, so that
+    a run does not fail if a file disappears; False to read the text for each evaluation, if it is too large for memory.
     """
     return tuple(open_one(name, settings, reading, named(name, settings), hold) for name, settings in evals.items())
 
@@ -213,7 +213,7 @@ def text_evaluator(name: str, settings: TextEval, reading: EvalReading, where: s
     """Opens an evaluator of text."""
     stride = settings.stride or max(reading.context // 2, 1)
     if stride > reading.context:
-        raise BadInput(f"{where}: stride={stride} is more than the context of {reading.context} tokens")
+        raise BadInput(f"{where}: stride={stride} must be at most the context of {reading.context} tokens")
     sources = check_text_files(settings.files, where)
     make = lambda files: TextSet(tuple(files), settings, reading, stride, settings.limit)
     sets = {source: make(files) for source, files in sources.items()}
@@ -238,7 +238,7 @@ def text_evaluator(name: str, settings: TextEval, reading: EvalReading, where: s
 
 
 def check_files(evals: Evals, named: Callable[[str, NamedEval], str] = setting_name) -> None:
-    """Raises BadInput for files that are missing or of an unknown kind. `named` returns names for messages."""
+    """Raises BadInput for missing files and unsupported file types. named: as in open_evaluators()."""
     for name, settings in evals.items():
         if isinstance(settings, TextEval):
             check_text_files(settings.files, named(name, settings))

@@ -40,7 +40,7 @@ def make_eval_step(token_losses: Callable[[Any, Batch], jax.Array], num_sources:
 
 
 def position_ranges(seq_len: int) -> list[tuple[int, int]]:
-    """Returns ranges [(first, last)] of the number of document tokens read before a target: 1, 2, 3-4, ..."""
+    """Returns ranges [(first, last)] of the number of input tokens of a document up to a target: 1, 2, 3-4, ..."""
     ends = [2**power for power in range((seq_len - 1).bit_length() + 1)]
     return [(end // 2 + 1, min(end, seq_len)) for end in ends]
 
@@ -48,7 +48,7 @@ def position_ranges(seq_len: int) -> list[tuple[int, int]]:
 def summarise(sums: np.ndarray, source_names: Sequence[str]) -> dict[str, float]:
     """Returns metrics from float[3, sources] sums: loss [nats/token] and bits per byte, in total and by source.
 
-    Bits per byte counts all tokens, including end-of-document tokens, and is comparable across tokenizers.
+    Bits per byte includes the loss of end-of-document tokens, and is comparable across tokenizers.
     """
     metrics = describe("validation", sums.sum(axis=1))
     if len(source_names) > 1:
@@ -71,7 +71,7 @@ def describe(name: str, sums: np.ndarray) -> dict[str, float]:
 def evaluate(
     eval_step: EvalStep, params: Any, batches: Sequence[tuple], source_names: Sequence[str]
 ) -> dict[str, float]:
-    """Returns the metrics of the whole set. `batches` has (Batch, sources_BT, bytes_BT) tuples on the devices."""
+    """Returns the metrics of the whole set. batches: (Batch, sources_BT, bytes_BT) tuples on the devices."""
     parts = [eval_step(params, *batch) for batch in batches]
     total = lambda *arrays: np.sum([np.asarray(array, np.float64) for array in arrays], axis=0)
     sums = jax.tree.map(total, *parts)

@@ -25,14 +25,14 @@ MIN_ROW = 32  # tokens; longer rows have a power of two times as many, so that f
 
 
 class TokenSpan(NamedTuple):
-    """Token ids, of which the ids from `first` on are scored, given all ids before them."""
+    """Token ids. Ids at index `first` and later are scored, each given all preceding ids."""
 
     ids: np.ndarray  # int32[n]
     first: int  # at least 1: the first id is never scored
 
     @property
     def num_positions(self) -> int:
-        """Number of positions of the span in a row: every id except the last is an input."""
+        """Number of positions of the span in a row: one per id except the last, which is only a target."""
         return max(len(self.ids) - 1, 0)
 
 
@@ -46,7 +46,7 @@ class Scores(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PackedSpans:
-    """Spans packed into rows of one length. Equal spans are scored once, so that their scores are bitwise equal."""
+    """Spans packed into rows of equal length. Equal spans are scored once, so that their scores are bitwise equal."""
 
     spans: tuple[TokenSpan, ...]
     indices: np.ndarray  # int64[n]: index in `spans` of each requested span
@@ -54,14 +54,14 @@ class PackedSpans:
     rows: tuple[tuple[int, ...], ...]  # indices of the spans of each row, in order
 
     def batches(self, rows: int, multiple: int) -> Iterator[tuple[Batch, np.ndarray]]:
-        """Yields (batch [rows, T], owners int32[rows, T]): the index of each position's span, or -1."""
+        """Yields (batch of [rows, T], int32[rows, T] with the index of the span at each position, or -1)."""
         for begin in range(0, len(self.rows), rows):
             yield fill(self.spans, self.rows[begin : begin + rows], rows, self.row_tokens + -self.row_tokens % multiple)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scorer:
-    """A compiled program that scores rows, and the sharding of the rows. Parameters are arguments of its methods."""
+    """A compiled program that scores rows, and the sharding of the rows. Does not contain model parameters."""
 
     step: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]  # (params, batch) -> (nats_BT, likeliest_BT), replicated
     sharding: NamedSharding  # sharding of the rows
@@ -71,7 +71,7 @@ class Scorer:
 
     @classmethod
     def of(cls, model: ShardedModel, batch_tokens: int) -> "Scorer":
-        """Makes the scorer of a model on its mesh. Each row length is compiled at its first use."""
+        """Returns a scorer for a model on its mesh. The program is compiled at the first use of each row length."""
         return cls(
             step=one_at_a_time(jax.jit(model.target_scores, out_shardings=replicated(model.mesh)), model.mesh),
             sharding=model.rows_sharding,
@@ -81,7 +81,7 @@ class Scorer:
         )
 
     def score(self, params: Any, spans: Sequence[TokenSpan], row_tokens: int | None = None) -> Scores:
-        """Returns the scores, the same in all processes. `row_tokens` defaults to row_length of the longest span."""
+        """Returns the same scores in all processes. row_tokens: row length; None: row_length() of the longest span."""
         return self.score_packed(params, pack_spans(spans, row_tokens))
 
     def score_packed(self, params: Any, packed: PackedSpans) -> Scores:
@@ -101,7 +101,7 @@ class Scorer:
 
 
 def pack_spans(spans: Sequence[TokenSpan], row_tokens: int | None = None) -> PackedSpans:
-    """Packs spans into rows of `row_tokens`, which defaults to row_length of the longest span."""
+    """Packs spans into rows. row_tokens: row length; None: row_length() of the longest span."""
     longest = max((span.num_positions for span in spans), default=1)
     row_tokens = row_length(longest) if row_tokens is None else row_tokens
     assert longest <= row_tokens, f"a span of {longest} tokens in rows of {row_tokens}"
@@ -118,7 +118,7 @@ def pack_spans(spans: Sequence[TokenSpan], row_tokens: int | None = None) -> Pac
 
 
 def row_length(tokens: int, longest: int | None = None) -> int:
-    """Returns a row length for spans of up to `tokens`. There are few different lengths, at most `longest`."""
+    """Returns a row length for spans of up to `tokens` tokens: MIN_ROW times a power of two, at most `longest`."""
     length = MIN_ROW << (max(tokens - 1, 0) // MIN_ROW).bit_length()
     return max(min(length, longest or length), tokens)
 
@@ -126,7 +126,7 @@ def row_length(tokens: int, longest: int | None = None) -> int:
 def fill(
     spans: Sequence[TokenSpan], chosen: Sequence[Sequence[int]], rows: int, row_tokens: int
 ) -> tuple[Batch, np.ndarray]:
-    """Returns (batch, index of the span of each position) for these rows. Missing rows have weight 0."""
+    """Returns (batch, index of the span at each position) for the chosen rows, padded with rows of weight 0."""
     make = functools.partial(np.zeros, (rows, row_tokens))
     tokens, targets, positions, segments = (make(np.int32) for _ in range(4))
     weights, owners = make(np.float32), np.full((rows, row_tokens), -1, np.int32)

@@ -55,8 +55,8 @@ def agreed(
 ) -> Any:
     """Broadcasts the result of decide() from process 0. Collective: all processes call it in the same order.
 
-    `decide` returns JSON data and is called on process 0 only; an exception ends process 0 and then the others.
-    `peer` is this process by default. `key` is a new key by default; the caller must forget() a key that it passes.
+    decide: function that returns JSON data, called only on process 0. An exception ends process 0, then the others.
+    peer: None for this process. key: None for a new key; a caller that passes a key must forget() the key.
     """
     peer = peer or this_process()
     if peer.count == 1:
@@ -73,7 +73,7 @@ def agreed(
 
 
 class FailedElsewhere(Exception):
-    """Raised by in_all() if the work failed only in other processes, with their errors."""
+    """Raised by in_all() if the work failed only in other processes. The message contains their errors."""
 
 
 def in_all(work: Callable[[], T], seconds: float = WAIT_SECONDS) -> T:
@@ -92,7 +92,7 @@ def in_all(work: Callable[[], T], seconds: float = WAIT_SECONDS) -> T:
 
 
 def align_keys(key: str) -> None:
-    """Synchronizes next_key() after a process has left a block early. `key` must be equal in all processes."""
+    """Synchronizes next_key() after a process has skipped collectives. `key` must be equal in all processes."""
     number = next(KEY_NUMBERS)
     for _ in range(gathered(key, number, made_of=max) - number):
         next(KEY_NUMBERS)
@@ -118,7 +118,7 @@ def blocking_get(client: Any, key: str, seconds: float) -> str | None:
 
 
 def run_interruptible(work: Callable[[], Any]) -> Any:
-    """Runs work() in a thread. The main thread waits in Python, where signal handlers can run, not in C++."""
+    """Runs work() in a thread, so that the main thread waits in Python, where signal handlers can run."""
     if threading.current_thread() is not threading.main_thread():
         return work()
     outcome: concurrent.futures.Future = concurrent.futures.Future()
@@ -142,12 +142,12 @@ def gathered(
     made_of: Callable[[list[Any]], Any] = list,
     peer: Peer | None = None,
 ) -> Any:
-    """Gathers a value from each process, in order, and returns made_of(values) on all of them. Collective.
+    """Gathers a value from each process, in order, and returns made_of(values) in all processes. Collective.
 
-    May be called in any thread. `key` comes from next_key in the main thread, with a distinct suffix for each use.
-    `mine` is JSON data. `made_of` is the reduction, called on process 0; its result should be short, since it is sent
-    to every process. `peer` is this process by default.
-    Raises TimeoutError, which names the missing process.
+    Can be called in any thread. key: result of next_key(), called in the main thread, with a distinct suffix for each
+    use. mine: JSON data of this process. made_of: reduction, called on process 0; its result is sent to every process
+    and should be short. peer: None for this process.
+    Raises TimeoutError with the number of a missing process.
     """
     peer = peer or this_process()
     if peer.count == 1:
@@ -167,8 +167,8 @@ def gathered(
 def collected(key: str, mine: Any, seconds: float, made_of: Callable[[list[Any]], Any], peer: Peer) -> dict[str, Any]:
     """Collects the values on process 0 and publishes the answer for all processes.
 
-    Polls all values with one request at increasing intervals. Blocking requests, one per process, took 0.3 ms of CPU
-    time each (1,536 hosts, 2026-11-23).
+    Polls at increasing intervals, with one request for all values. A blocking request for each process would take
+    0.3 ms of CPU time per process (1,536 hosts, 2026-11-23).
     """
     deadline, pause = time.monotonic() + seconds, FIRST_PAUSE_SECONDS
     while True:
@@ -193,7 +193,7 @@ def late_message(process: int, seconds: float) -> str:
 
 
 def consulted(key: str, mine: Any, answer: Callable[[list[Any]], list[Any]], seconds: float = WAIT_SECONDS) -> Any:
-    """Gathers a value from each process; returns this process's item of answer(values). Collective, like gathered."""
+    """Gathers a value from each process, and scatters answer(values), one item per process. Collective."""
     peer, local_answer = this_process(), []
 
     def scatter(values: list[Any]) -> None:
@@ -211,7 +211,7 @@ def consulted(key: str, mine: Any, answer: Callable[[list[Any]], list[Any]], sec
 
 
 def forget(key: str) -> None:
-    """Deletes all values under a key. Process 0 calls this when no process reads the key any more."""
+    """Deletes all values under a key. Process 0 must call this after all processes have read the key."""
     if (peer := this_process()).count > 1:
         peer.client.key_value_delete(key)
 
@@ -223,7 +223,7 @@ def coordinator_host() -> str | None:
 
 
 def next_key(name: str, peer: Peer | None = None) -> str:
-    """Returns a new key. Call it in the main thread, in the same order in all processes."""
+    """Returns a new key. Must be called in the main thread, in the same order in all processes."""
     return f"jaxscale/{name}/{next(peer.numbers if peer else KEY_NUMBERS)}"
 
 
@@ -245,8 +245,8 @@ def check_shared(folder: Any, prepare: Callable[[], None]) -> None:
         if time.monotonic() > deadline:
             raise Stop(
                 Exit.BAD_INPUT,
-                f"workdir={folder} of process {process} is not the folder of process 0; use one that all "
-                "hosts share: an absolute path on a network file system, or gs://",
+                f"workdir={folder} of process {process} is not the folder of process 0; use a folder that all "
+                "hosts share: an absolute path on a network file system, or a gs:// URL",
             )
         time.sleep(0.2)
     barrier()
@@ -255,7 +255,7 @@ def check_shared(folder: Any, prepare: Callable[[], None]) -> None:
 
 
 class Board:
-    """Named lines that all processes can read. The first write to a name wins. One request reads all lines."""
+    """Named lines of text that all processes can write and read. The first write to a name wins."""
 
     def __init__(self, peer: Peer | None = None):
         """Collective: all processes create their boards in the same order."""
@@ -272,12 +272,12 @@ class Board:
                 raise
 
     def refresh(self) -> None:
-        """Reads all lines. The thread that calls read() calls this after each step."""
+        """Reads all lines with one request. Must be called by the thread that calls read(), after each step."""
         found = self.peer.client.key_value_dir_get(self.root)
         self.lines = {key.removeprefix(self.root): line for key, line in found}
 
     def read(self, name: str) -> str | None:
-        """Returns the line with this name as of the last refresh, or None."""
+        """Returns the line that had this name at the last refresh, or None."""
         return self.lines.get(name)
 
     def remove(self, name: str) -> None:

@@ -33,7 +33,7 @@ __all__ = ["FLAGS", "HostFlags", "ProcessInfo", "Team", "discover_process", "joi
 
 
 class Team:
-    """The processes of a run. Calling a Team prints a text on the primary process."""
+    """The processes of a run. Calling a Team prints a text in the primary process only."""
 
     def __init__(self, watch: Watch | None = None, process: int = 0, primary: bool = True):
         self.watch, self.process, self.primary = watch, process, primary
@@ -60,10 +60,10 @@ class Team:
 
 @contextlib.contextmanager
 def joined(place: ProcessInfo | None, facts: Mapping[str, Any], flags: Mapping[str, str]) -> Iterator[Team]:
-    """Yields the team once all processes have joined with the same facts.
+    """Yields the team once all processes have joined with equal facts.
 
-    An exception in the body ends this process at once, and then the others; Python's normal exit would wait for them.
-    `place` is None for a single process. `facts` must be equal in all processes.
+    An exception in the body ends this process immediately, then the others. Python's normal exit would wait for them.
+    place: None for a run with a single process. facts: values that must be equal in all processes.
     """
     if place is None:
         yield Team()
@@ -123,14 +123,14 @@ def start_jax(place: ProcessInfo) -> None:
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise Stop(
             Exit.PEER_LOST,
-            f"jax.distributed.initialize failed in {place.name(place.process_id)} for the coordinator "
+            f"jax.distributed.initialize failed in {place.name(place.process_id)} with the coordinator "
             f"{address(place.host, place.port)}: {cause}",
         ) from error
     if jax.process_count() != place.num_processes:
         raise Stop(
             Exit.BAD_INPUT,
-            f"{place.num_processes} processes answered the roll call ({place.found_in}), but the devices, of kind "
-            f"{jax.default_backend()}, belong to {jax.process_count()}; start one process for each host of the slices",
+            f"{place.num_processes} processes joined ({place.found_in}), but the {jax.default_backend()} devices "
+            f"belong to {jax.process_count()} processes; start one process on each host of each slice",
         )
 
 

@@ -9,7 +9,7 @@ from jaxscale.system.exits import BadInput
 
 @dataclasses.dataclass(frozen=True)
 class HostBudgets:
-    """Timeouts between the processes of a run. A value that is too small ends a run of healthy hosts."""
+    """Timeouts and restart limit of a run. Values that are too small can end a run on healthy hosts."""
 
     roll_call_seconds: float  # timeout until all processes have joined
     heartbeat_seconds: int  # time without a heartbeat after which a process counts as frozen
@@ -17,19 +17,19 @@ class HostBudgets:
 
 
 def host_budgets(num_processes: int) -> HostBudgets:
-    """Returns the timeouts and limits of a run of num_processes; they are constant up to 16 processes.
+    """Returns the timeouts and limits for num_processes. All runs of up to 16 processes have the same values.
 
-    Roll call: all processes wait for the slowest of n starts. If start times have an exponential tail of about a minute
-    (an assumption, for image pulls and late machines), the slowest of 2n starts is 60 s x ln 2 later. One minute is
-    added per doubling. The roll call itself is quick (benchmarks/hosts.py).
+    Roll call: all processes wait for the slowest host. If startup times have an exponential tail of about a minute (an
+    assumption, for image pulls and late machines), doubling the number of hosts delays the slowest host by
+    60 s x ln 2. The timeout grows by a minute per doubling. The roll call itself is fast (benchmarks/hosts.py).
 
-    Heartbeats are answered by process 0, and one late heartbeat ends the run, so at most 50 are due per second. A dead
-    host is detected in 7 s by its connection, for any number of hosts (roll_call.py).
+    Heartbeats: process 0 answers them, and one late heartbeat ends the run, so at most 50 are sent per second. A dead
+    host is detected within 7 s by its connection, for any number of hosts (roll_call.py).
 
-    Restarts: a failure of any host ends the start, so with more hosts more starts end before their first checkpoint,
-    and a second bad host is found only after the first is replaced. With one more start per doubling past 64, the
-    probability of giving up a healthy run is below 1/1000 if a quarter of the starts of 64 hosts fail (5 in a row), or
-    half of those of 2,048 hosts (10 in a row). On 2,048 hosts of H100 there was a failure every 3.1 h
+    Restarts: an attempt ends if any host fails, so with more hosts, more attempts end before their first checkpoint. A
+    second bad host is found only after the first is replaced. Each doubling beyond 64 hosts adds one attempt. A healthy
+    run is then stopped with a probability below 1/1000, if a quarter of the attempts fail on 64 hosts (5 in a row), or
+    half of the attempts on 2,048 hosts (10 in a row). A run on 2,048 hosts with H100 GPUs had a failure every 3.1 h
     (arXiv:2407.21783: 419 in 54 days on 16,384 GPUs).
     """
     doublings = lambda beyond: max(0, math.ceil(math.log2(num_processes / beyond)))
@@ -42,7 +42,7 @@ def host_budgets(num_processes: int) -> HostBudgets:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HangConfig:
-    """Time limits of phases in seconds. A phase that exceeds its limit is a hang (exit 15). 0 means no limit."""
+    """Time limits of phases in seconds. A phase that exceeds its limit is a hang (exit code 15). 0: no limit."""
 
     step_seconds: float = adjustable(600.0, "one training step, including the metrics of the previous step")
     data_seconds: float = adjustable(600.0, "waiting for the batch of a step")

@@ -17,7 +17,7 @@ POLL_SECONDS = 5.0
 # {attribute: prefix of a value that announces the shutdown}. Live migration is not a shutdown.
 ENDS = {"preempted": "TRUE", "maintenance-event": "TERMINATE"}
 TPU_FILES = ("/dev/accel0", "/dev/vfio/0")  # a machine with a TPU has one of these files
-WAY_OUT = "or give all of --coordinator=HOST:PORT --num_processes=N --process_id=I"
+WAY_OUT = "or set all of --coordinator=HOST:PORT --num_processes=N --process_id=I"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ FLAGS = tuple(flags_of(HostFlags))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessInfo:
-    """One process of a run. The JAX coordinator listens on `port` of `host`, the roll call on the next port."""
+    """One process of a run. The JAX coordinator listens on host:port, and the roll call on port + 1."""
 
     host: str
     port: int
@@ -75,11 +75,11 @@ class ProcessInfo:
 def discover_process(
     flags: Mapping[str, str], env: Mapping[str, str] = os.environ, metadata: Callable[[str], str | None] | None = None
 ) -> ProcessInfo | None:
-    """Returns the information about this process of a run, or None if the run has a single process.
+    """Returns the address and index of this process, or None if the run has a single process.
 
     Sources in order: flags; JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID (or JobSet's
     JOB_COMPLETION_INDEX); GKE's TPU variables; Slurm; the metadata server of a Cloud TPU.
-    `metadata` returns the text of a Cloud TPU VM attribute or None; the default is tpu_metadata.
+    metadata: function that returns the text of a Cloud TPU VM attribute or None; default: tpu_metadata(env).
     Raises BadInput for incomplete or contradictory information.
     """
     found = from_flags(flags)
@@ -100,8 +100,8 @@ def from_flags(flags: Mapping[str, str]) -> ProcessInfo | None:
         return ProcessInfo(host="localhost", port=TPU_PORT, num_processes=1, process_id=0, found_in="flags")
     missing = [f"--{name}" for name in FLAGS[:3] if name not in given]
     if missing or count is None:
-        raise BadInput(f"{' and '.join(missing)} must also be given: {', '.join(f'--{n}' for n in given)} alone is "
-                         "not enough to connect the processes")  # fmt: skip
+        raise BadInput(f"{' and '.join(missing)} must also be given; {', '.join(f'--{n}' for n in given)} alone cannot "
+                         "connect the processes")  # fmt: skip
     host, port = split_address("--coordinator", given["coordinator"])
     process_id = parse_number("--process_id", given["process_id"])
     return ProcessInfo(host=host, port=port, num_processes=count, process_id=process_id, found_in="flags")
@@ -114,8 +114,8 @@ def from_jax_variables(env: Mapping[str, str]) -> ProcessInfo | None:
     if not address or not count:
         return None
     if index is None:
-        raise BadInput("JAX_COORDINATOR_ADDRESS is set, but neither JAX_PROCESS_ID nor JOB_COMPLETION_INDEX; "
-                         f"set one, {WAY_OUT}")  # fmt: skip
+        raise BadInput("JAX_COORDINATOR_ADDRESS is set, but JAX_PROCESS_ID and JOB_COMPLETION_INDEX are not; "
+                         f"set JAX_PROCESS_ID, {WAY_OUT}")  # fmt: skip
     host, port = split_address("JAX_COORDINATOR_ADDRESS", address)
     return ProcessInfo(
         host=host,
@@ -134,7 +134,7 @@ def from_tpu_variables(env: Mapping[str, str]) -> ProcessInfo | None:
     if "TPU_WORKER_ID" not in env:
         if "," not in workers and "MEGASCALE_NUM_SLICES" not in env:
             return None  # one host
-        raise BadInput(f"TPU_WORKER_HOSTNAMES names several hosts, but TPU_WORKER_ID is not set; set it, {WAY_OUT}")
+        raise BadInput(f"TPU_WORKER_HOSTNAMES lists several hosts; set TPU_WORKER_ID, {WAY_OUT}")
     return from_tpu_workers(workers, env["TPU_WORKER_ID"], env.get, "TPU_WORKER_HOSTNAMES")
 
 
@@ -154,8 +154,8 @@ def from_tpu_workers(workers: str, index: str, variable: Callable[[str], str | N
     slice_id = parse_number("MEGASCALE_SLICE_ID", variable("MEGASCALE_SLICE_ID") or "0")
     first = variable("MEGASCALE_COORDINATOR_ADDRESS") if slices > 1 else None
     if slices > 1 and not first:
-        raise BadInput(f"there are {slices} TPU slices, but MEGASCALE_COORDINATOR_ADDRESS is not set ({found_in}); "
-                         f"set it, {WAY_OUT}")  # fmt: skip
+        raise BadInput(f"MEGASCALE_COORDINATOR_ADDRESS is not set, but there are {slices} TPU slices ({found_in}); "
+                         f"set the variable, {WAY_OUT}")  # fmt: skip
     return ProcessInfo(
         host=worker_host(first) if first else hosts[0],
         port=TPU_PORT,
@@ -231,13 +231,13 @@ def parse_number(name: str, text: str) -> int:
 
 
 def tpu_metadata(env: Mapping[str, str]) -> Callable[[str], str | None] | None:
-    """Returns a function attribute -> text or None on a Cloud TPU VM, and None elsewhere."""
+    """Returns a function that reads metadata attributes on a Cloud TPU VM, or None on other machines."""
     server = metadata_server(env)
     return None if server is None else lambda attribute: query_instance(server, f"attributes/{attribute}")
 
 
 def metadata_server(env: Mapping[str, str]) -> str | None:
-    """Returns the metadata server on a Cloud TPU VM whose TPUs are used, and None elsewhere."""
+    """Returns the address of the metadata server if this process uses the TPUs of a Cloud TPU VM, else None."""
     on_cpu = env.get("JAX_PLATFORMS", "tpu").split(",")[0] != "tpu"
     if on_cpu or os.path.exists("/dev/nvidia0") or "TPU_SKIP_MDS_QUERY" in env:
         return None
@@ -259,10 +259,10 @@ def query_instance(server: str, name: str) -> str | None:
 class Maintenance:
     """Context manager that calls announce(cause) once, in a thread, when the machine is about to be stopped.
 
-    Polls only on TPU machines, or if GCE_METADATA_HOST is set. The cloud announces preemption and maintenance on its
-    metadata server a minute before, and does not guarantee SIGTERM to every program.
-    Events at the first poll are ignored, since a run that is restarted on a machine with a scheduled shutdown would
-    otherwise exit repeatedly.
+    Polls only on TPU machines, or if GCE_METADATA_HOST is set. The metadata server announces preemption and maintenance
+    a minute in advance, and not every process receives SIGTERM.
+    Ignores events that are announced at the first poll. Otherwise, a run that is restarted on a machine with a
+    scheduled shutdown would exit repeatedly.
     """
 
     def __init__(

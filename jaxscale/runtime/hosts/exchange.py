@@ -47,7 +47,7 @@ class Exchange:
     """Serves the files of a folder, in threads, until it is closed."""
 
     def __init__(self, folder: pathlib.Path, host: str | None = None):
-        """`host` is the address to listen on and to publish; by default, the address of the roll call."""
+        """`host` is the address to listen on and to publish. The default is the address that the roll call uses."""
         bound, named = (host, host) if host else listen_addresses()
         family = socket.AF_INET6 if ":" in bound else socket.AF_INET
         self.folder, self.listener = folder, socket.create_server((bound, 0), family=family, backlog=MAX_CONNECTIONS)
@@ -92,7 +92,7 @@ class Exchange:
         """Receives or sends the requested file."""
         name = str(request.get("name"))
         if not NAME.fullmatch(name):
-            raise BadInput(f"{name!r} is not a valid file name")
+            raise BadInput(f"{name!r} is not a valid file name; use OWNER/STEP-START")
         path = self.folder / name
         if request.get("put") is not True:
             with path.open("rb") as file:
@@ -112,7 +112,7 @@ class Exchange:
 
 
 def put(to: Sequence, folder: pathlib.Path, name: str, keep: Sequence[str] = ()) -> None:
-    """Sends a file to another process, which first removes the owner's files except `keep`. Raises OSError."""
+    """Sends a file. The receiver first deletes the owner's other files, except those in `keep`. Raises OSError."""
     with socket.create_connection((to[0], to[1]), SILENCE_SECONDS) as sock, (folder / name).open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         send_line(sock, secret=to[2], put=True, name=name, bytes=size, keep=list(keep))
@@ -171,21 +171,21 @@ def send_line(sock: socket.socket, **message: Any) -> None:
 
 
 def read_line(sock: socket.socket) -> dict[str, Any]:
-    """Reads the JSON object of the next line, and no byte after it. Raises BadInput for anything else."""
+    """Reads one line and parses it as a JSON object. Raises BadInput for an incomplete or invalid line."""
     line = b""
     while not line.endswith(b"\n"):
         byte = sock.recv(1)
         if not byte or len(line) >= MAX_LINE_BYTES:
-            raise BadInput("the connection ended before a complete line")
+            raise BadInput("the connection ended before the end of the message")
         line += byte
     message = parse_json(line)
     if not isinstance(message, dict):
-        raise BadInput("a JSON object was expected")
+        raise BadInput("the message is not a JSON object")
     return message
 
 
 def listen_addresses() -> tuple[str, str]:
-    """Returns (address to listen on, address for other processes) on the interface of the roll call."""
+    """Returns (address to listen on, address for the other processes), on the interface that the roll call uses."""
     host = coordinator_host() or "localhost"
     if this_process().process == 0:
         return interface(host), host

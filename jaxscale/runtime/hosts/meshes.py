@@ -17,7 +17,7 @@ def local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> list[int]:
 
 
 def put_rows(tree: Any, rows: list[int], num_rows: int, sharding: NamedSharding) -> Any:
-    """Returns global arrays [num_rows, T]. The numpy leaves of `tree` have this process's rows, in order of `rows`."""
+    """Returns global arrays [num_rows, T]. The numpy leaves of `tree` contain the local rows, listed in `rows`."""
     if len(rows) == num_rows and jax.process_count() == 1:
         return jax.device_put(tree, sharding)
     index_of = {row: index for index, row in enumerate(rows)}
@@ -32,10 +32,10 @@ def put_rows(tree: Any, rows: list[int], num_rows: int, sharding: NamedSharding)
 def one_at_a_time(f: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
     """Returns a function that calls f and, on several simulated CPU devices, waits for its result.
 
-    Used for independent programs with collectives, such as the batches of an evaluation. XLA:CPU starts a program on a
-    device when a thread is free, so programs in flight can occupy each other's threads, and their collectives wait for
-    devices that never start. A program of five gathers was called 60 times: 6 of 6 starts deadlocked with several calls
-    in flight, and 0 of 6 with a single call (jax 0.10.2, 8 devices on 2 cores, 2026-11-27).
+    Used for independent programs with collectives, such as evaluation batches. In XLA:CPU, a device starts a program
+    when a thread is free. Concurrent programs can occupy each other's threads, and then a collective waits forever for
+    a device that never starts. In a test with 60 calls of a program with five gathers, 6 of 6 runs deadlocked with
+    several calls in flight, and none with one call (jax 0.10.2, 8 devices on 2 cores, 2026-11-27).
     """
     if mesh.size == 1 or mesh.devices.flat[0].platform != "cpu":
         return f

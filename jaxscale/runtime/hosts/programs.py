@@ -28,8 +28,8 @@ jax_cache, jax_cache_write = compilation_cache.get_file_cache, compiler._cache_w
 def enable_shared_cache(workdir: str) -> None:
     """Installs the two-level cache. Call it before jax compiles.
 
-    A single process with a local work folder uses jax's cache unchanged. JAX_COMPILATION_CACHE_DIR can name a folder to
-    share between runs: a gs:// folder replaces the shared folder, any other folder the local one.
+    A single process with a local work folder uses jax's cache unchanged. To share a cache between runs, set
+    JAX_COMPILATION_CACHE_DIR: a gs:// folder replaces the shared folder, and a local folder replaces the local one.
     """
     default = environment()[DIRECTORY]
     chosen = os.environ.get(DIRECTORY, default)
@@ -67,7 +67,7 @@ class TwoLevelCache:
     """Implementation of jax's cache interface with a local folder and a folder that all processes can read."""
 
     def __init__(self, local: pathlib.Path, shared: Any, *, is_first: bool):
-        """`shared` is a local or remote folder or None. The process with `is_first` writes it."""
+        """`shared` is a local or remote folder, or None. Only the process with is_first=True writes to it."""
         self.local, self.shared, self.is_first = local, shared, is_first
         self._path = local  # jax logs it when it resets its cache
 

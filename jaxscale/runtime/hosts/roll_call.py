@@ -52,7 +52,7 @@ class Connection:
         return True
 
     def read(self) -> list[dict[str, Any]] | None:
-        """Returns the complete messages after select(), or None if the connection is closed."""
+        """Reads available data and returns the complete messages, or None if the connection is closed or invalid."""
         try:
             data = self.sock.recv(1 << 16)
         except OSError:
@@ -75,10 +75,10 @@ Wires = dict[int, tuple[Connection, str]]  # {process: (connection, name)}
 
 
 def call_roll(place: ProcessInfo, facts: Mapping[str, Any], seconds: float) -> Wires:
-    """Returns {process: (connection, name)} once all processes have reported equal facts {name: value}.
+    """Returns {process: (connection, name)} once all processes have reported the same `facts` {name: value}.
 
-    The result has all other processes on process 0, and only process 0 on the others. Otherwise raises Stop in every
-    process that has reported: PEER_LOST with the missing processes, or BAD_INPUT with the differences.
+    Process 0 gets a connection to every other process; the others get only the connection to process 0. On failure,
+    raises Stop in every process that has reported. PEER_LOST lists the missing processes, BAD_INPUT the differences.
     """
     facts = {name: str(value) for name, value in facts.items()}
     hello = dict(process=place.process_id, of=place.num_processes, host=socket.gethostname(), pid=os.getpid())
@@ -88,7 +88,7 @@ def call_roll(place: ProcessInfo, facts: Mapping[str, Any], seconds: float) -> W
 def roll_call_failure(
     place: ProcessInfo, hello: dict, present: Wires, problems: Sequence[str], seconds: float
 ) -> Stop | None:
-    """Returns the error for a difference or missing processes, or None if all are present and equal."""
+    """Returns the error if facts differ or processes are missing, otherwise None."""
     if problems:
         listed = "; ".join(problems[:MAX_LISTED])
         return Stop(Exit.BAD_INPUT, f"roll call: {listed}; start all processes with the same command")
@@ -101,7 +101,7 @@ def roll_call_failure(
 
 
 def gather(place: ProcessInfo, hello: dict, facts: Mapping[str, str], seconds: float) -> Wires:
-    """Waits for all other processes on process 0, compares their facts, and sends them the result."""
+    """Runs on process 0: waits for the other processes, compares their facts, and sends them the result."""
     present: Wires = {}
     problems: list[str] = []
     deadline = time.monotonic() + seconds
@@ -143,7 +143,7 @@ def gather(place: ProcessInfo, hello: dict, facts: Mapping[str, str], seconds: f
 
 
 def difference(place: ProcessInfo, first: Mapping, facts: Mapping[str, str], other: Mapping, present: Mapping) -> str:
-    """Returns a description of how another process differs from process 0, or ''."""
+    """Returns how another process differs from process 0, or '' if it does not."""
     if other["of"] != place.num_processes:
         return (
             f"it was started with {other['of']} processes, but process 0 ({first['host']}) with {place.num_processes}"
@@ -158,28 +158,28 @@ def difference(place: ProcessInfo, first: Mapping, facts: Mapping[str, str], oth
 
 
 def listen(place: ProcessInfo) -> socket.socket:
-    """Returns a listening socket for the roll call on the interface of the coordinator's name."""
+    """Returns a socket for the roll call that listens on the interface of the coordinator's host name."""
     address, port = interface(place.host), place.port + 1
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, port), family=family, backlog=min(place.num_processes, 4096))
     except OSError as error:
         raise BadInput(
-            f"the roll call cannot listen on {address} port {port}: {error.strerror or error}; process 0 must run on "
-            f"{place.host} itself, with ports {place.port} and {port} free (from {place.found_in})"
+            f"process 0 cannot listen on {address} port {port} for the roll call: {error.strerror or error}; run it on "
+            f"the coordinator {place.host} (from {place.found_in}), and free its ports {place.port} and {port}"
         ) from None
 
 
 def interface(host: str, resolve: Any = socket.getaddrinfo) -> str:
-    """Returns the address of the coordinator's host name, to listen on that interface only.
+    """Returns the address of the coordinator's host name, so that process 0 listens on one interface only.
 
-    Many systems map their own host name to a loopback address, which other machines cannot reach.
-    In this case, returns 0.0.0.0.
+    Returns 0.0.0.0 if the name resolves to a loopback address, which other machines cannot reach. Many systems resolve
+    their local host name in this way.
     """
     try:
         address = resolve(host, None, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
-        raise BadInput(f"the coordinator's host name {host} cannot be resolved: {error.strerror or error}") from None
+        raise BadInput(f"the host {host} cannot be resolved: {error.strerror or error}; use another name") from None
     literal = host == "localhost" or host.replace(".", "").isdecimal() or ":" in host
     return address if literal or not ipaddress.ip_address(address.partition("%")[0]).is_loopback else "0.0.0.0"
 
@@ -206,8 +206,8 @@ def answer(place: ProcessInfo, hello: dict, facts: Mapping[str, str], seconds: f
             raise Stop(Exit(reply.get("code", Exit.ERROR)), str(reply.get("line")))
     raise Stop(
         Exit.PEER_LOST,
-        f"roll call: after {seconds:g} s, missing {place.name(0)} at port {place.port + 1}: "
-        f"{cause}; this is {place.name(place.process_id, hello['host'])}",
+        f"roll call: {place.name(place.process_id, hello['host'])} got no answer from {place.name(0)} at port "
+        f"{place.port + 1} in {seconds:g} s: {cause}; start all processes, and allow connections to this port",
     )
 
 

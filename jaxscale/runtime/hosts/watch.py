@@ -34,14 +34,14 @@ LOCAL_CODES = (Exit.ERROR, Exit.PEER_LOST, INTERRUPTED)  # errors that other pro
 
 
 class Watch:
-    """A thread that reads the connections to the other processes until this process exits."""
+    """Reads the connections to the other processes in a thread, until this process exits."""
 
     def __init__(
         self, place: ProcessInfo, wires: Wires, end: Callable[[int], None] = os._exit, aborts: int | None = None
     ):
-        """`wires` is the result of call_roll. `end` is called with the exit code when another process is lost.
+        """`wires` is the result of call_roll. If another process is lost, `end` is called with the exit code.
 
-        `aborts` is a file descriptor from linger_on_abort, which is readable once this process has begun to abort.
+        `aborts` is the pipe from linger_on_abort, which becomes readable when this process begins to abort.
         """
         self.place, self.end, self.aborts = place, end, aborts
         self.hang_callback: Callable[[str], None] | None = None  # called when another process reports a hang
@@ -80,7 +80,7 @@ class Watch:
         self.gone.set()
 
     def hear(self, number: int, message: Mapping) -> None:
-        """Handles a message from process `number`, or a message that process 0 forwards."""
+        """Handles a message from process `number`. Process 0 also forwards messages of other processes."""
         if "ping" in message:
             self.wires[number].send(pong=True)
         elif "pong" in message:
@@ -108,7 +108,7 @@ class Watch:
         self.leave(Exit.PEER_LOST, f"{name} {how}; restart all with the same command: {AGAIN}", LOST_SECONDS)
 
     def stopped(self, name: str, code: int, line: str | None) -> None:
-        """Ends this process with the first error of another process, unless it ends on its own in GRACE_SECONDS."""
+        """Ends this process because another process failed, unless it exits by itself within GRACE_SECONDS."""
         exit_code = Exit.PEER_LOST if code in LOCAL_CODES or code not in list(Exit) else Exit(code)
 
         def end() -> None:
@@ -141,20 +141,20 @@ class Watch:
         self.follow(end, hang=line)
 
     def follow(self, end: Callable[[], None], **message: object) -> None:
-        """Forwards the first error of another process, and calls `end` in a thread."""
+        """Forwards the error of another process and calls `end` in a thread. Ignores all but the first error."""
         if not self.following.is_set():
             self.following.set()
             self.pass_on(**message)
             threading.Thread(target=end, name="watch-follow", daemon=True).start()
 
     def report_hang(self, line: str) -> None:
-        """Reports a hang of this process to all connections; process 0 forwards it to the others."""
+        """Sends a hang of this process to all connected processes. Process 0 forwards it to the others."""
         self.following.set()
         for wire in self.wires.values():
             wire.send(hang=line)
 
     def pass_on(self, **message: object) -> None:
-        """Forwards a message to all other processes if this is process 0, which alone has connections to all."""
+        """Forwards a message from process 0 to all others. Does nothing in other processes."""
         if self.place.is_first:
             for wire in self.wires.values():
                 wire.send(**message)
@@ -183,18 +183,18 @@ class Watch:
 
 
 def is_open(wire: Connection) -> bool:
-    """Returns True if the other end has not closed the connection. Discards messages."""
+    """Returns False if the other process has closed the connection. Discards received messages."""
     with selectors.DefaultSelector() as selector:
         selector.register(wire, selectors.EVENT_READ)
         return not selector.select(0) or wire.read() is not None
 
 
 def linger_on_abort() -> int | None:
-    """Delays aborts by six seconds. Returns a pipe that is readable once an abort has begun, or None outside Linux.
+    """Delays aborts by six seconds. Returns a pipe that becomes readable when an abort begins; None outside Linux.
 
-    jax aborts a process, from a C++ thread, when another process is lost. The delay is enough to log which process was
-    lost and to exit with a code for the supervisor. The signal handler is the C library's sleep(), whose argument is
-    the signal number, 6 for SIGABRT. Before that, faulthandler writes the thread's stack to the pipe.
+    When another process is lost, jax aborts this process from a C++ thread. The delay leaves time to log which process
+    was lost and to exit with a code for the supervisor. The signal handler is the C library's sleep(). Its argument is
+    the signal number, and SIGABRT is 6. Before it sleeps, faulthandler writes the stack of the thread to the pipe.
     """
     if not sys.platform.startswith("linux"):
         return None

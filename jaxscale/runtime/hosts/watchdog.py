@@ -64,10 +64,10 @@ class SignalEvent(ctypes.Structure):
 
 
 class Backstop:
-    """Kernel timers that write the stacks and end the process with exit code 15 after a deadline, which can be moved.
+    """Kernel timers that write the stacks and end the process with exit code 15 after a deadline.
 
-    A Python thread cannot run while C code holds the GIL, possibly forever. The timers call functions of the C
-    library, which need no interpreter: `_exit(15)` in a separate thread.
+    The timers also work while C code holds the GIL, which blocks all Python threads. They call functions of the C
+    library, which need no interpreter. The last timer calls `_exit(15)`, in a separate thread.
     """
 
     def __init__(self, stacks: BinaryIO):
@@ -95,7 +95,7 @@ class Backstop:
             self.timers.append(timer)
 
     def arm(self, deadline: float, line: str) -> None:
-        """Schedules the exit EXIT_SECONDS after `deadline` (time.monotonic()), with the line on stderr before it."""
+        """Schedules the exit EXIT_SECONDS after `deadline` (time.monotonic()). Prints `line` to stderr before it."""
         self.text.value = line.encode(errors="replace").replace(b"%", b" percent")[:499]  # a format string of warnx
         self.set_timers(deadline + STACKS_SECONDS, deadline + LINE_SECONDS, deadline + EXIT_SECONDS)
 
@@ -104,7 +104,7 @@ class Backstop:
         self.set_timers(0.0, 0.0, 0.0)
 
     def set_timers(self, *moments: float) -> None:
-        """Sets the times of the stacks, the line and the exit; 0.0 disables a timer."""
+        """Sets the times to write the stacks, print the line, and exit. 0.0 disables a timer."""
         for timer, moment in zip(self.timers, moments):
             once = (ctypes.c_long * 4)(0, 0, int(moment), int(moment % 1 * 1e9))
             self.libc.timer_settime(timer, ABSOLUTE, ctypes.byref(once), None)
@@ -119,9 +119,9 @@ class Backstop:
 
 @dataclasses.dataclass(eq=False)
 class Watchdog:
-    """Context manager that limits the phases of a run. Outside the context, phases are unlimited.
+    """Context manager that limits the duration of each phase of a run. Outside the context, phases are unlimited.
 
-    No file is created before a phase begins.
+    Creates no file before the first phase begins.
     """
 
     workdir: Any
@@ -165,7 +165,7 @@ class Watchdog:
             self.stacks = None
 
     def phase(self, name: PhaseName | str, step: int | None = None) -> "WatchedPhase":
-        """Returns a context manager for a block that must end within the budget of `name`. Nested phases pause it."""
+        """Returns a context manager that limits a block to the budget of `name`. Nested phases pause the budget."""
         return WatchedPhase(self, name, self.budgets[name] or math.inf, step)
 
     def work(self) -> None:
@@ -187,14 +187,14 @@ class Watchdog:
             backstop.arm(phase.deadline, f"{line}; stacks of all threads: {self.stacks.name}")
 
     def overdue_message(self, phase: "WatchedPhase") -> str:
-        """Returns 'process 1: step 7 has made no progress for 600 s (hang.step_seconds)'."""
+        """Returns a message such as 'process 1: step 7 has made no progress for 600 s (hang.step_seconds)'."""
         what, setting = phase.name, self.setting.format(phase.name)
         if phase.step is not None:
             what = f"step {phase.step}" if what == "step" else f"{what} of step {phase.step}"
         return f"process {self.process}: {what} has made no progress for {phase.budget:g} s ({setting})"
 
     def prepare(self, phase: "WatchedPhase") -> None:
-        """Opens the stacks file and makes the kernel timers. Called at the first phase, when the work folder exists."""
+        """Opens the stacks file and creates the kernel timers. Called in the first phase, once the folder exists."""
         with self.ready:
             if self.stacks is not None or not self.entered:
                 return
@@ -204,7 +204,7 @@ class Watchdog:
                 self.arm_backstop(self.backstop, phase)
 
     def expire(self, line: str, phase: "WatchedPhase | None" = None, *, is_remote: bool = False) -> None:
-        """Logs the line, writes stacks and event, and ends the process. Reports a local hang to other processes."""
+        """Logs `line`, writes the stacks and an event, and ends the process. Reports local hangs to other processes."""
         if not self.expired.acquire(blocking=False):
             return
         if backstop := self.backstop:

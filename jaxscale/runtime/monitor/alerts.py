@@ -52,7 +52,7 @@ def format_line(finding: Finding) -> str:
 
 
 def format_documents(finding: Finding, most: int) -> str:
-    """Returns 'batch 30 has web a.txt, document 3; and 14 more documents', with at most `most` names."""
+    """Formats text such as 'batch 30 has web a.txt, document 3; and 14 more documents', with up to `most` names."""
     named = finding.documents[:most]
     remaining = finding.numbers["documents"] - len(named)
     others = [f"and {remaining} more document{'s' * (remaining > 1)}"] if remaining else []
@@ -89,7 +89,7 @@ def finding_to_json(finding: Finding) -> dict[str, Any]:
 def read_facts(
     folder: Any, config: Mapping[str, Any], stage_batches: Sequence[int] | None = None, say: Say = print
 ) -> RunFacts:
-    """Returns the facts in a run's config.json and forecast.json. `stage_batches`, if known, are more exact."""
+    """Returns the facts in a run's config.json and forecast.json. `stage_batches` overrides those in config.json."""
     facts = facts_from_config(config, str(folder))
     try:
         facts = facts_from_config(config, str(folder), paths.read_json(folder / "forecast.json"))
@@ -118,7 +118,7 @@ class Diagnosis:
         self.broken = False
 
     def replay(self, records: Sequence[Mapping[str, Any]], say: Say) -> None:
-        """Restores the state from records before this start without reporting them. `say` logs later findings."""
+        """Restores the state from the records of earlier starts, without reports. `say` logs later findings."""
         self.say, self.webhook = say, Webhook(self.url) if self.url else None
         for record, due in pair_with_events(records, self.earlier):
             self.events = due
@@ -144,7 +144,7 @@ class Diagnosis:
             self.say(f"webhook: {problem}")
 
     def observe(self, record: Mapping[str, Any]) -> list[Finding]:
-        """Returns the findings of a record. An error in a rule is logged and disables the diagnosis."""
+        """Returns the findings that a record opens or closes. Disables the diagnosis if a rule raises an error."""
         if self.broken:
             return []
         events, self.events = self.events, []
@@ -171,7 +171,7 @@ class Diagnosis:
         return finding._replace(numbers=numbers, documents=tuple(names[:MAX_DOCUMENTS]))
 
     def wrap_note(self, note: Note) -> Note:
-        """Returns a wrapper of `note` that also saves events that may explain the next record."""
+        """Wraps `note` so that events that may explain the next record are also saved."""
 
         def wrapped(kind: str, step: int | None = None, **facts: Any) -> None:
             if kind in EVENTS:
@@ -188,7 +188,7 @@ class Diagnosis:
 
 
 def webhook_url(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Returns JAXSCALE_WEBHOOK_URL or None. Raises BadInput, without the URL, unless it is https or local."""
+    """Returns JAXSCALE_WEBHOOK_URL or None. Raises BadInput unless it is https or local; the error omits the URL."""
     if not (url := environment.get(VARIABLE, "").strip()):
         return None
     try:
@@ -199,7 +199,7 @@ def webhook_url(environment: Mapping[str, str] = os.environ) -> str | None:
     plain = url.isascii() and url.isprintable() and " " not in url
     if not plain or not host or not (parts.scheme == "https" or parts.scheme == "http" and is_loopback(host)):
         raise BadInput(
-            f"{VARIABLE} must be an https:// address (http:// only for this machine); unset it to disable the webhook"
+            f"{VARIABLE} must be an https:// URL, or an http:// URL of this machine; unset it to disable the webhook"
         )
     return url
 
@@ -245,13 +245,13 @@ class Webhook:
             self.problem = self.failing = problem
 
     def take_problem(self) -> str | None:
-        """Returns why messages are lost, once for each problem until a message is delivered."""
+        """Returns the reason for lost messages. Returns each reason once until a message is delivered."""
         with self.changed:
             problem, self.problem = self.problem, None
             return problem
 
     def close(self, seconds: float = LAST_SECONDS) -> None:
-        """Waits for pending messages up to `seconds`, then stops. May be called twice."""
+        """Waits up to `seconds` for pending messages, then stops. May be called twice."""
         with self.changed:
             idle = self.changed.wait_for(lambda: not self.pending and not self.busy, timeout=seconds)
             if not idle and not self.ended:
@@ -292,7 +292,7 @@ class Webhook:
         return problem
 
     def send(self, text: str) -> tuple[str | None, float | None]:
-        """Sends a message once. Returns (error or None, seconds before a retry or None for no retry)."""
+        """Sends a message once. Returns (error, seconds before a retry); each is None if there is none."""
         body = json.dumps({"text": in_slack(text[:MAX_TEXT])}).encode()
         headers = {"Content-Type": "application/json", "User-Agent": "jaxscale"}
         try:
@@ -313,7 +313,7 @@ class Webhook:
 
 
 def retry_after(header: str | None, now: float) -> float:
-    """Returns the seconds in a Retry-After header (a number or a date), at most MAX_WAIT; 1 without a header."""
+    """Returns the seconds in a Retry-After header (a number or a date), at most MAX_WAIT. The default is 1."""
     seconds = math.nan
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         seconds = email.utils.parsedate_to_datetime(header or "").timestamp() - now

@@ -30,7 +30,7 @@ class Steps(NamedTuple):
 
 
 def parse_steps(text: str | None) -> Steps | None:
-    """Parses '100:105' as steps 100 to 104; returns None without text. Raises BadInput for an invalid range."""
+    """Parses '100:105' as steps 100 to 104; returns None for empty text. Raises BadInput for an invalid range."""
     if not text:
         return None
     if (found := RANGE.fullmatch(text)) and 1 <= int(found[1]) < int(found[2]):
@@ -47,7 +47,7 @@ def threshold(default: Any, help: str, *rules: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HealthConfig:
-    """Settings of health alerts, which are derived from metrics and never change training.
+    """Settings of health alerts. Alerts are derived from metrics and never change training.
 
     spike_ratio and grad_ratio are independent of train.guard, which decides which steps are applied. The guard compares
     a gradient norm with optim.clip_norm, whereas the health rules compare it with the median of the run.
@@ -130,7 +130,7 @@ class HealthConfig:
 
     def __post_init__(self):
         if unknown := [name for name in self.off if name not in RULES]:
-            raise BadInput(f"off={unknown}: unknown rule; known rules: {', '.join(RULES)}")
+            raise BadInput(f"off={unknown} is not a rule; the rules are {', '.join(RULES)}")
         few = "a single zero gradient can be normal, such as in the first step or for a batch without targets"
         for name, value in dataclasses.asdict(self).items():
             for is_broken, rule in (
@@ -182,10 +182,10 @@ class MonitorConfig:
     def __post_init__(self):
         parse_steps(self.profile_steps)
         if len(set(self.writers)) < len(self.writers):
-            raise BadInput(f"writers={self.writers} has a duplicate")
+            raise BadInput(f"writers={self.writers} must not have duplicates; list each writer once")
         if self.telemetry_seconds != 0 and not 1 <= self.telemetry_seconds < math.inf:
-            raise BadInput(f"telemetry_seconds={self.telemetry_seconds} must be 0 (never) or at least 1")
+            raise BadInput(f"telemetry_seconds={self.telemetry_seconds} must be 0 or at least 1; 0 disables telemetry")
         if self.log_every_steps < 1:
             raise BadInput(f"log_every_steps={self.log_every_steps} must be at least 1")
         if self.statistics_every_steps < 0:
-            raise BadInput(f"statistics_every_steps={self.statistics_every_steps} must not be negative; 0: none")
+            raise BadInput(f"statistics_every_steps={self.statistics_every_steps} must be at least 0 (0: off)")

@@ -23,7 +23,7 @@ ETA_WINDOW = 50  # reports over which the speed is averaged
 
 
 def choose_style(progress: Literal["auto"] | Style, stream: TextIO | None, *, notebook: bool = False) -> Style:
-    """Returns the style set by `progress`. 'auto' is 'bar' in a notebook or on a terminal, and 'lines' elsewhere."""
+    """Returns the style for `progress`. 'auto' is 'bar' in a notebook or on a terminal, otherwise 'lines'."""
     if progress != "auto":
         return progress
     is_terminal = stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
@@ -48,7 +48,7 @@ class Console:
         self.tokens_after: Callable[[int], int] = lambda step: step  # default: all steps are equal
 
     def tick(self, step: int) -> None:
-        """Moves the bar to `step`, at most once in seconds_between_draws. Does nothing for other styles."""
+        """Moves the bar to `step`. Redraws it at most every seconds_between_draws. Other styles ignore the call."""
         self.step, now = step, self.clock()
         if self.style == "bar" and now - self.drawn_at >= self.seconds_between_draws:
             self.draw(step, now)
@@ -86,7 +86,7 @@ class Console:
             self.emit("\n")
 
     def eta(self, step: int) -> str:
-        """Returns 'eta 1m20s' from the speed over the last reports, or 'eta ?' until there are two reports."""
+        """Returns text such as 'eta 1m20s', from the speed over the last reports; 'eta ?' before the second report."""
         if len(self.seen) < 2:
             return "eta ?"
         (first_step, first_time), (last_step, last_time) = self.seen[0], self.seen[-1]
@@ -113,7 +113,7 @@ class Console:
         self.emit(f"\r{self.bar}\x1b[K")
 
     def emit(self, text: str) -> None:
-        """Writes text and flushes it. Redacts secrets, and replaces characters that the stream cannot encode by '?'."""
+        """Writes and flushes text. Redacts secrets, and replaces characters that the stream cannot encode with '?'."""
         if self.stream is None:
             return
         encoding = getattr(self.stream, "encoding", None) or "utf-8"
@@ -168,7 +168,7 @@ def find_display() -> Display | None:
 
 
 def open_console(style: Style, total_steps: int, stream: TextIO | None = None) -> Console:
-    """Returns a console of this style; a bar in a notebook is a cell output."""
+    """Returns a console with this style. In a notebook, a bar is a cell output."""
     if style == "bar" and (display := find_display()):
         return NotebookConsole(display, total_steps, stream)
     return Console(style, total_steps, stream)
@@ -178,7 +178,7 @@ def training_values(
     metrics: Mapping[str, Any],
     names: tuple[str, ...] = ("loss", "tokens_per_second", "mfu", "learning_rate", "grad_norm"),
 ) -> str:
-    """Returns 'loss 2.314  12.3K tok/s  MFU n/a  lr 3.0e-04  grad 0.92', without names missing in `metrics`."""
+    """Returns text such as 'loss 2.314  12.3K tok/s  MFU n/a  lr 3.0e-04  grad 0.92'. Omits missing metrics."""
     formats = {"tokens_per_second": units.count, "mfu": "{:.1%}".format, "learning_rate": "{:.1e}".format}
     parts = []
     for name, value in ((name, metrics[name]) for name in names if name in metrics):

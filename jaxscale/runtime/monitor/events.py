@@ -42,10 +42,10 @@ class Events:
         self.rewind_version = 0  # the uploader's version with the last rewind
 
     def note(self, kind: str, step: int | None = None, **facts: Any) -> None:
-        """Appends an event. Does nothing after `close`, since several threads may note the end of a run.
+        """Appends an event. Does nothing after `close`, since several threads may record the end of a run.
 
-        Lines that cannot be written are buffered until the next note. Raises Stop (STORAGE) if a rewind could
-        not be made durable, since later starts depend on it, and Stop if another process owns the folder.
+        Buffers lines that cannot be written until the next call. Raises Stop (STORAGE) if a rewind cannot be written,
+        since later starts depend on it, and Stop if another process owns the folder.
         """
         assert kind in KINDS, kind
         when = datetime.datetime.fromtimestamp(self.clock(), datetime.UTC).isoformat(timespec="milliseconds")
@@ -63,7 +63,7 @@ class Events:
                 self.rewind_version = self.file.uploader.version
         if kind == "rewind" and not (written and self.sync(SYNC_SECONDS)):
             cause = self.file.cause or self.file.problem or f"no response for {SYNC_SECONDS:g} s"
-            raise Stop(Exit.STORAGE, f"{self.path} could not be written, but a rewind must be recorded: {cause}")
+            raise Stop(Exit.STORAGE, f"{self.path}: a rewind cannot be recorded: {cause}; restart when this is fixed")
 
     def sync(self, seconds: float) -> bool:
         """Waits for pending uploads; returns False on a timeout."""
@@ -81,7 +81,7 @@ class Events:
 
 
 def read_events(workdir: Any) -> list[dict[str, Any]]:
-    """Returns the events of a run, oldest first, without a torn last line. Raises BadInput for other damaged lines."""
+    """Returns the events of a run, oldest first. Skips an incomplete last line; raises BadInput for damaged lines."""
     path, damage, events = paths.as_path(workdir) / NAME, Damage(), []
     for event in read_records(path, damage):
         if damage.lines or not ("event" in event and "step" in event):
@@ -91,4 +91,4 @@ def read_events(workdir: Any) -> list[dict[str, Any]]:
         if not damage.lines:
             return events
     number = damage.first or damage.number
-    raise BadInput(f"{path}:{number} is not an event: the line was damaged or edited; repair or delete it")
+    raise BadInput(f"{path}:{number} is not an event; repair or delete this line")

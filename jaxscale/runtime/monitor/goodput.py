@@ -40,7 +40,7 @@ class Frame:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class TimeLedger:
-    """Seconds of one start by kind, which sum to its wall time. Phases of other threads do not count."""
+    """Wall time of one start of a run, split by kind. Phases of other threads are ignored."""
 
     age_seconds: float = 0.0  # time since this start began, such as importing jax
     clock: Callable[[], float] = time.monotonic
@@ -86,7 +86,7 @@ class TimeLedger:
             self.data_wait = None
 
     def charge_hidden_wait(self, frame: Frame, seconds: dict[str, float]) -> bool:
-        """Moves the last data wait to the kind of the frame if the wait was hidden; returns True if it was."""
+        """Charges the last data wait to the kind of `frame` if that phase hid the wait. Returns True in that case."""
         wait = self.data_wait
         if wait is None or wait.step is None or frame.kind not in ("step", "lost") or frame.step is None:
             return False
@@ -105,7 +105,7 @@ class TimeLedger:
         self.seconds[self.frames[-1].kind if self.frames else "other"] += elapsed
 
     def totals(self) -> dict[str, float]:
-        """Returns seconds by kind up to now; their sum is the wall time of this start."""
+        """Returns the seconds of each kind so far. Their sum is the wall time of this start."""
         self.charge()
         seconds = dict(self.seconds)
         if self.frames:
@@ -125,7 +125,7 @@ class TimeLedger:
         return {name.removeprefix(PREFIX): value for name, value in self.metrics().items()}
 
     def start_facts(self, workdir: Any) -> dict[str, Any]:
-        """Returns {process_began, left}; `left` is the last recorded ledger. Call before repeated steps are dropped."""
+        """Returns {process_began, left: last recorded ledger}. Call it before records of repeated steps are dropped."""
         facts: dict[str, Any] = {"process_began": iso_time(self.began_at)}
         if self.has_start_facts:  # a rewind within this process
             return facts
@@ -173,7 +173,7 @@ class RecordedStart:
     last_rewind: float = 0.0
 
     def may_include(self, record: Mapping[str, Any]) -> bool:
-        """Returns True if the newest record may be from this start rather than an earlier one."""
+        """Returns True if the newest record may belong to this start rather than to an earlier one."""
         return self.is_new or record.get("step", 0) > self.lowest
 
 
@@ -182,9 +182,9 @@ def measure_goodput(
 ) -> Goodput:
     """Adds up the time of all starts, from the records of metrics.jsonl and the events of events.jsonl.
 
-    A killed start ends with its last record, and the time until the next start is idle. After the last start, the time
-    until `now` (seconds since 1970) is idle, if `now` is given. Starts without a ledger, which were killed before their
-    first record, are `other` up to their last event.
+    A killed start ends with its last record. The time until the next start is idle, and so is the time from the last
+    start until `now` (seconds since 1970), if given. A start that was killed before its first record has no ledger; its
+    time until its last event counts as `other`.
     """
     starts, rewinds = parse_starts(events)
     if starts and not starts[-1].ledger:
@@ -242,7 +242,7 @@ def parse_starts(events: Iterable[Mapping[str, Any]]) -> tuple[list[RecordedStar
 
 
 def parse_ledger(record: Mapping[str, Any]) -> dict[str, float]:
-    """Returns {step_seconds, lost_seconds, ...} of a record (with PREFIX) or event (without), or {} if missing."""
+    """Returns {step_seconds, ...} from a metrics record (names begin with PREFIX) or an event; {} if missing."""
     prefix = PREFIX if f"{PREFIX}wall_seconds" in record else ""
     if f"{prefix}wall_seconds" not in record:
         return {}
@@ -265,7 +265,7 @@ def unix_time(text: Any) -> float | None:
 
 
 def process_age_seconds() -> float:
-    """Returns the age of this process, which includes the time before a re-exec (proc(5)); 0.0 in a notebook."""
+    """Returns the age of this process, including the time before a re-exec (proc(5)); 0.0 in a notebook."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if not (spec and spec.name.partition(".")[0] == "jaxscale") and os.path.basename(sys.argv[0]) != "jaxscale":
         return 0.0
@@ -280,7 +280,7 @@ def process_age_seconds() -> float:
 
 @dataclasses.dataclass(eq=False)
 class Throughput:
-    """Counts tokens, steps and data-wait seconds since the last report, except for the first step, which compiles."""
+    """Counts tokens, steps and data-wait seconds since the last report, without the first step, which compiles."""
 
     flops_per_token: float | None  # forward and backward, without recomputation (arXiv:2204.02311, appendix B)
     peak_flops: float | None  # FLOPs per second of one chip
@@ -302,7 +302,7 @@ class Throughput:
     def add(
         self, tokens: int, data_wait_seconds: float = 0.0, *, excluded: bool = False, row_tokens: int | None = None
     ) -> None:
-        """Counts a finished step of `tokens` (the global batch) in sequences of `row_tokens`, unless it is excluded."""
+        """Counts a step of `tokens` (global batch), in sequences of `row_tokens` tokens, unless it is excluded."""
         if not self.compiled:
             self.compiled = True
             self.start()
@@ -325,7 +325,7 @@ class Throughput:
         self.excluded_in_step += seconds
 
     def report(self) -> dict[str, float | None]:
-        """Returns the metrics of the interval, None where unknown, and begins a new interval."""
+        """Returns the metrics of the interval (None if unknown), and begins a new interval."""
         seconds = self.clock() - self.began - self.excluded_seconds
         counted = self.steps > 0 and seconds > 0
         report = {

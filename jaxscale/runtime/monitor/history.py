@@ -36,7 +36,7 @@ class TextSample(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class History:
-    """A run, as read from its work folder. Non-finite numbers are None, and "nonfinite" in a row lists them."""
+    """A run, as read from its work folder. Non-finite numbers are None; "nonfinite" in a row lists their names."""
 
     workdir: str
     rows: tuple[Row, ...] = ()  # training and validation rows of metrics.jsonl, by step
@@ -59,7 +59,7 @@ class History:
         return self.label or self.workdir.rstrip("/").rpartition("/")[2] or self.workdir
 
     def part(self, *names: str) -> dict[str, Any]:
-        """Returns a nested group of config.json, or {} if it is missing. `names` is its path, outermost first."""
+        """Returns the group of config.json at the path `names`, outermost first; {} if it is missing."""
         return functools.reduce(lambda found, name: as_dict(found.get(name)), names, self.config)
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
@@ -71,12 +71,12 @@ class History:
         return list(dict.fromkeys(name for row in self.rows for name, value in row.items() if is_number(value)))
 
     def eval_names(self) -> list[str]:
-        """Returns the names of all metrics of named evaluators, from the rows and evals.jsonl."""
+        """Returns the metric names of all named evaluators, from the rows and from evals.jsonl."""
         found = [name for name in self.names() if name.startswith(("evals/", "evals_ema/"))]
         return list(dict.fromkeys([*found, *(name for row in self.evals for name in row if name != "step")]))
 
     def evaluated(self, name: str) -> tuple[list[int], list[float]]:
-        """Returns (steps, values) of an evaluator's metric. Values in evals.jsonl replace values in the rows."""
+        """Returns (steps, values) of an evaluator's metric. Values in evals.jsonl take precedence over the rows."""
         found = dict(zip(*self.series(name))) | dict(zip(*series_of(self.evals, name)))
         return sorted(found), [found[step] for step in sorted(found)]
 
@@ -100,12 +100,12 @@ class History:
 
     @property
     def reached_step(self) -> int:
-        """The newest step known to be completed: in the metrics, or saved since the last start or rewind."""
+        """Newest step known to be completed: from the metrics, or saved since the last start or rewind."""
         return reached_step(self.last_step, self.events)
 
 
 def reached_step(reported: int, events: Iterable[Mapping[str, Any]]) -> int:
-    """Returns the newest step in the metrics, or saved since the last start or rewind."""
+    """Returns the newest completed step: from the metrics, or saved since the last start or rewind."""
     saved = 0
     for event in events:
         kind, step = event.get("event"), event.get("to" if event.get("event") == "rewind" else "step")
@@ -125,7 +125,7 @@ def series_of(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], 
 def read_history(workdir: Any, most_values: int | None = MOST_VALUES) -> History:
     """Reads the history of a run from its work folder, local or in a bucket.
 
-    `most_values` is the approximate limit of values from metrics.jsonl (see `notable`), or None for no limit. Raises
+    `most_values` approximately limits the number of values from metrics.jsonl (see `notable`); None: no limit. Raises
     BadInput if the folder does not exist or has no run.
     """
     folder = paths.as_path(workdir)
@@ -180,7 +180,7 @@ def read_newest(path: Any, problems: list[str]) -> list[Row]:
 
 
 def read_evals(folder: Any, problems: list[str]) -> list[Row]:
-    """Returns the finite numbers of evals.jsonl, sorted by step. Equal steps remain in file order."""
+    """Returns the finite numbers of evals.jsonl, sorted by step. Records of the same step stay in file order."""
     found: collections.deque[Row] = collections.deque(maxlen=MOST_EVENTS)
     for record in read_lines(folder / "evals.jsonl", problems):
         step = record.get("step")
@@ -191,7 +191,7 @@ def read_evals(folder: Any, problems: list[str]) -> list[Row]:
 
 
 def read_forecast(folder: Any, problems: list[str]) -> dict[str, Any] | None:
-    """Returns forecast.json, or None unless its columns are finite numbers in lists of equal length."""
+    """Returns forecast.json, or None if missing or if its columns are not equally long lists of finite numbers."""
     if not (folder / "forecast.json").exists():
         return None
     found = run_files.read_object(folder / "forecast.json", problems, "no forecast is shown")
@@ -210,7 +210,7 @@ def is_finite(value: Any) -> TypeGuard[float]:
 
 
 def read_samples(folder: Any, problems: list[str]) -> tuple[TextSample, ...]:
-    """Returns generated texts, oldest first: those of samples.jsonl, one per step, then the run's final sample.txt."""
+    """Returns generated texts, oldest first: those in samples.jsonl, one per step, then the final sample.txt."""
     found: list[TextSample] = []
     for record in read_lines(folder / "samples.jsonl", problems):
         if isinstance(record.get("text"), str):

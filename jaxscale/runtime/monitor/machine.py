@@ -39,7 +39,7 @@ def host_peak_bytes() -> int:
 
 
 def host_bytes_in_use() -> int | None:
-    """Returns the resident memory without file-backed pages such as memory-mapped data, or None if unknown."""
+    """Returns the resident memory, except file-backed pages such as memory-mapped data; None if unknown."""
     try:
         with open(STATM, encoding="ascii") as file:
             _, resident, file_backed, *_ = map(int, file.read().split())
@@ -49,7 +49,7 @@ def host_bytes_in_use() -> int | None:
 
 
 def memory_metrics(device_stats: Sequence[Mapping[str, int] | None] = ()) -> dict[str, int | float | None]:
-    """Returns memory metrics of the host and the fullest device; `device_stats` has memory_stats() per device."""
+    """Returns memory metrics of the host and the fullest device. `device_stats` has one memory_stats() per device."""
     known = [stats for stats in device_stats if stats]
     fullest = max(known, key=lambda stats: stats.get("peak_bytes_in_use", 0), default={})
     in_use = [stats["bytes_in_use"] for stats in known if "bytes_in_use" in stats]
@@ -103,7 +103,7 @@ def read_cpu_seconds() -> CpuSeconds | None:
 
 
 def processor_seconds(text: str, processors: set[int]) -> tuple[float, float]:
-    """Returns (busy seconds, total seconds) of the given processors from the text of /proc/stat."""
+    """Returns (busy seconds, total seconds) of the given processors, parsed from the text of /proc/stat."""
     busy = total = 0
     for line in text.splitlines():
         name, *ticks = line.split()
@@ -119,7 +119,7 @@ class Telemetry:
     """Polls this machine's devices in a thread. `latest` is {} before the first read and after a failure."""
 
     def __init__(self, read: Read | None, *, every_seconds: float, say: Callable[[str], None]):
-        """`read` may block and raise. It is None if the platform has no telemetry."""
+        """`read` returns the metrics; it may block or raise. None: the platform has no telemetry."""
         self.read, self.every_seconds, self.say = read, every_seconds, say
         self.latest: dict[str, float] = {}
         self.stopped = threading.Event()
@@ -133,7 +133,7 @@ class Telemetry:
         self.stopped.set()
 
     def work(self, read: Read) -> None:
-        """Polls until the run ends or until MAX_FAILURES consecutive reads have failed, which is logged."""
+        """Polls until the run ends. After MAX_FAILURES consecutive failed reads, logs the error and stops."""
         failures = 0
         while not self.stopped.is_set():
             try:
@@ -146,7 +146,7 @@ class Telemetry:
 
 
 def make_reader(platform: str) -> Read | None:
-    """Returns the reader for a JAX platform ('gpu' or 'tpu'); None if it has no telemetry."""
+    """Returns the telemetry reader of a JAX platform ('gpu' or 'tpu'), or None if it has none."""
     if platform == "gpu":
         return read_nvidia if shutil.which(QUERY[0]) else None
     if platform != "tpu":
@@ -171,8 +171,8 @@ def read_nvidia() -> dict[str, float]:
 def parse_nvidia(text: str, visible: str | None = None) -> list[dict[str, float]]:
     """Returns one dict per GPU from the output of QUERY, without unsupported values ('[N/A]').
 
-    `visible` is CUDA_VISIBLE_DEVICES, which nvidia-smi ignores. Its indices or UUID prefixes count up to the first that
-    is not a GPU of this machine, such as -1.
+    `visible` is CUDA_VISIBLE_DEVICES, which nvidia-smi ignores: a list of indices or UUID prefixes. As in CUDA, the
+    list ends before the first entry that is not a GPU of this machine, such as -1.
     Raises ValueError for unexpected output.
     """
     found: dict[tuple[str, str], dict[str, float]] = {}  # by index and UUID
@@ -211,6 +211,6 @@ def combine_devices(devices: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def parse_duty(data: Iterable[Any]) -> list[dict[str, float]]:
-    """Returns one dict per chip from libtpu's duty cycles, a percentage per chip."""
+    """Returns one dict per chip from libtpu's duty cycles, which are percentages."""
     values = [parse_number(str(value)) for value in data]
     return [{"utilisation": value / 100} for value in values if value is not None]

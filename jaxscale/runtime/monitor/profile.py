@@ -72,7 +72,7 @@ class Profiler:
             upload.join(max(0.0, deadline - time.monotonic()))
 
     def busy(self) -> bool:
-        """Returns True if a capture slowed the step whose metrics are being read."""
+        """Returns True if a capture slowed the step that was just measured."""
         return self.excluded_steps > 0
 
     def entered(self, name: str, step: int | None = None) -> None:
@@ -171,7 +171,7 @@ class Profiler:
         self.say(f"{cause}; training continues without it")
 
     def is_requested(self) -> bool:
-        """Returns True once for each creation of the trigger file. A bucket is polled by a thread."""
+        """Returns True once after each creation of the trigger file. In a bucket, a thread polls for the file."""
         if self.process != 0 or not self.remote:
             return self.process == 0 and remove_if_exists(self.trigger)
         requested = self.requested.is_set()
@@ -187,7 +187,7 @@ class Profiler:
 
 
 def remove_if_exists(file: Any) -> bool:
-    """Removes the file. Returns False if it is missing, or cannot be removed and would trigger repeatedly."""
+    """Removes the file. Returns False if it is missing, or cannot be removed and so would trigger again."""
     with contextlib.suppress(OSError):
         if file.exists():
             fence.ask(file)

@@ -75,7 +75,7 @@ def parse_file(file: Any, damage: Damage) -> Iterator[tuple[bytes, Record]]:
 
 
 def split_lines(file: Any) -> Iterator[tuple[bytes | None, bool]]:
-    """Yields (line, whether it ends with a newline) pairs. A line longer than MAX_LINE_BYTES is replaced by None."""
+    """Yields (line, True if it ends with a newline). The line is None if it is longer than MAX_LINE_BYTES."""
     partial, skipping = b"", False
     while chunk := file.read(CHUNK_BYTES):
         *lines, partial = (partial + chunk).split(b"\n")
@@ -89,7 +89,7 @@ def split_lines(file: Any) -> Iterator[tuple[bytes | None, bool]]:
 
 
 def parse_lines(content: bytes) -> tuple[list[Record], int, int]:
-    """Returns (records, number of damaged lines, number of bytes before a torn last line)."""
+    """Returns (records, number of damaged lines, number of bytes before an incomplete last line)."""
     damage = Damage()
     records = [record for _, record in parse_file(io.BytesIO(content), damage)]
     return records, damage.lines, content.rfind(b"\n") + 1 if damage.torn else len(content)
@@ -118,7 +118,7 @@ class Follower:
         self.damaged = 0  # number of damaged lines
 
     def poll(self) -> tuple[list[Record], bool]:
-        """Returns (new records, True if they replace all earlier ones). Raises OSError if the file cannot be read."""
+        """Returns (new records, True if they replace all earlier records). Raises OSError if the file is unreadable."""
         try:
             return self.poll_bucket() if self.remote else self.poll_disk()
         except FileNotFoundError:
@@ -145,7 +145,7 @@ class Follower:
         return records, replaced
 
     def poll_bucket(self) -> tuple[list[Record], bool]:
-        """Polls an object in a bucket, which is read as a whole if it has changed."""
+        """Polls an object in a bucket. Reads the whole object if it has changed."""
         stat = self.path.stat()
         key = (stat.st_mtime, stat.st_size)
         if key == self.key:
@@ -156,9 +156,9 @@ class Follower:
 
 
 def append(path: Any, content: bytes, *, mode: int = 0o666, durable: bool = False) -> None:
-    """Appends complete lines to a file, either all of them or none. A missing file is created with `mode`.
+    """Appends complete lines to a file, either all of them or none. Creates a missing file with `mode`.
 
-    Objects in a bucket cannot be appended to and are rewritten. If `durable`, syncs to disk before returning.
+    Rewrites an object in a bucket, which cannot be appended to. If `durable`, syncs to disk before returning.
     Raises OSError after removing a partial write if possible, BadInput if the path is not a file, and Stop if this
     process no longer owns the folder.
     """
@@ -191,7 +191,7 @@ def append(path: Any, content: bytes, *, mode: int = 0o666, durable: bool = Fals
 
 
 def fix_last_line(handle: int) -> None:
-    """Removes a torn last line, or adds a missing newline to a complete one."""
+    """Removes an incomplete last line. If only the newline is missing, adds it."""
     size = os.fstat(handle).st_size
     if size == 0 or os.pread(handle, 1, size - 1) == b"\n":
         return
@@ -204,7 +204,7 @@ def fix_last_line(handle: int) -> None:
 
 
 def without_torn_line(content: bytes) -> bytes:
-    """Returns the content without a torn last line, and with a newline after a complete one."""
+    """Returns the content without an incomplete last line. If only the newline is missing, adds it."""
     last = content[content.rfind(b"\n") + 1 :]
     if not last:
         return content
@@ -212,7 +212,7 @@ def without_torn_line(content: bytes) -> bytes:
 
 
 def replace_with_copy(path: Any) -> None:
-    """Replaces a local file with a copy, so that a process with the old file open cannot append to the new one."""
+    """Replaces a local file with a copy. A process that has the old file open cannot append to the copy."""
     with contextlib.suppress(FileNotFoundError):
         paths.write_bytes_atomic(path, paths.read_bytes(path))
 
@@ -223,7 +223,7 @@ def write_lines(path: Any, lines: Iterable[bytes]) -> None:
 
 
 def abandon(workdir: Any, to_step: int, rewind: int) -> int:
-    """Moves records after `to_step` from metrics.jsonl to abandoned.jsonl and returns their number. Idempotent."""
+    """Moves records after `to_step` from metrics.jsonl to abandoned.jsonl. Returns how many it moved. Idempotent."""
     folder = paths.as_path(workdir)
     remaining, moved = [], []
     for line, record in read_lines(folder / "metrics.jsonl"):
@@ -241,7 +241,7 @@ def abandon(workdir: Any, to_step: int, rewind: int) -> int:
 
 
 class RecordFile:
-    """A JSON Lines file. Records are buffered after a disk error; for a bucket, a thread uploads them."""
+    """A JSON Lines file. Buffers records after a disk error. In a bucket, a thread uploads the records."""
 
     def __init__(self, path: Any, *, mode: int = 0o666, durable: bool = False, every_seconds: float = 0.0):
         """`every_seconds` is the pause between uploads to a bucket."""
@@ -251,7 +251,7 @@ class RecordFile:
         self.uploader: Uploader | None = None
 
     def open_object(self) -> tuple[bytes, Uploader]:
-        """Returns (content of the object in the bucket, its uploader). Raises the errors of ExclusiveObject.read."""
+        """Opens the object in the bucket. Returns (content, uploader). Raises the errors of ExclusiveObject.read."""
         remote = ExclusiveObject(os.fspath(self.path))
         found = remote.read()
         self.uploader = Uploader(self.path, remote.write, every_seconds=self.every_seconds)
@@ -259,7 +259,7 @@ class RecordFile:
 
     @property
     def problem(self) -> str | None:
-        """Error that delays writes to the file, or None. The pause between uploads is not an error."""
+        """Error that delays writes to the file, or None. A pause between uploads is not an error."""
         if self.uploader is not None:
             return self.uploader.problem
         if self.cause is None:
@@ -268,7 +268,7 @@ class RecordFile:
         return f"{self.path} could not be written and will be retried: {self.cause}{lost}"
 
     def write(self, record: Mapping[str, Any]) -> bool:
-        """Writes or queues a record; False if it is only buffered. Raises Stop if another process owns the folder."""
+        """Writes a record. Returns False if it is only buffered. Raises Stop if another process owns the folder."""
         self.unwritten.append(json.dumps(record, allow_nan=False) + "\n")
         return self.write_out()
 

@@ -30,7 +30,7 @@ MOST_WINDOWS = 10_000  # newest windows to read; a run writes about 130
 
 
 def read_lines(path: Any, problems: list[str]) -> Iterator[Row]:
-    """Yields the JSON objects of a file, none if it is missing. Skips damaged lines and reports them in `problems`."""
+    """Yields the JSON objects of a file, or nothing if it is missing. Reports damaged lines in `problems`."""
     damage = Damage()
     try:
         yield from read_records(path, damage)
@@ -45,7 +45,7 @@ def read_lines(path: Any, problems: list[str]) -> Iterator[Row]:
 
 
 def read_object(path: Any, problems: list[str], without: str) -> dict[str, Any]:
-    """Returns the JSON object in a file. On failure, returns {} and reports a problem that ends with `without`."""
+    """Returns the JSON object in a file. On failure, returns {} and reports a problem with `without` at its end."""
     try:
         if isinstance(found := paths.read_json(path), dict):
             return finite(found)
@@ -91,7 +91,7 @@ def as_dict(value: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class MetricRows:
-    """Rows read so far from metrics.jsonl, in order of step, and the rows that later lines replaced."""
+    """Rows read so far from metrics.jsonl, in order of step, and earlier rows that later lines have replaced."""
 
     most_values: int | None
     rows: list[Row] = dataclasses.field(default_factory=list)
@@ -101,7 +101,7 @@ class MetricRows:
     thinned: bool = False
 
     def add(self, row: Row) -> None:
-        """Adds a row. A row of an earlier step replaces all rows from that step on."""
+        """Adds a row. If its step was repeated, the row replaces all earlier rows from that step on."""
         self.lines += 1
         step, same_step = row["step"], []
         names = lambda row: {name for name in row if name not in ("step", "nonfinite") and not name.startswith(VITALS)}
@@ -118,7 +118,7 @@ class MetricRows:
             self.shrink(self.most_values)
 
     def shrink(self, most_values: int) -> None:
-        """Thins the rows once they have twice the allowed number of values, so that the total cost is O(lines)."""
+        """Thins the rows when they have twice the allowed number of values, so that the total cost is O(lines)."""
         while self.values > 2 * most_values and len(self.rows) > GROUP:
             self.rows, self.thinned = [*thin(self.rows[:-1]), self.rows[-1]], True  # the last row shows the progress
             self.values = sum(map(len, self.rows))
@@ -127,7 +127,7 @@ class MetricRows:
 
 
 def thin(rows: list[Row]) -> list[Row]:
-    """Returns the notable rows of each group, in order: at most about half of all rows."""
+    """Returns the notable rows of each group, in order. This is at most about half of all rows."""
     groups: dict[bool, list[tuple[int, Row]]] = {True: [], False: []}
     places: list[int] = []
     for place, row in enumerate(rows):
@@ -141,7 +141,7 @@ def thin(rows: list[Row]) -> list[Row]:
 
 
 def notable(group: list[tuple[int, Row]]) -> set[int]:
-    """Returns the indices of the rows that thinning keeps from a group of (index, row) pairs."""
+    """Returns the indices of the rows to keep from a group of (index, row) pairs."""
     if "loss" not in group[0][1]:
         return {place for place, _ in group[::2]}
     number = lambda row, name: row[name] if is_number(row.get(name)) else -math.inf
@@ -171,7 +171,7 @@ def read_metrics(folder: Any, most_values: int | None, problems: list[str]) -> M
 
 
 def read_abandoned(folder: Any, metrics: MetricRows, most_values: int | None, problems: list[str]) -> list[Row]:
-    """Returns the rows of abandoned.jsonl and the replaced rows of metrics.jsonl. Removes the former from `metrics`."""
+    """Returns the rows of abandoned.jsonl, which it removes from `metrics`, and the replaced rows of `metrics`."""
     moved = MetricRows(most_values)
     seen: set[str] = set()
     for row in read_rows(folder / "abandoned.jsonl", problems) if (folder / "abandoned.jsonl").exists() else ():
@@ -195,12 +195,12 @@ def read_abandoned(folder: Any, metrics: MetricRows, most_values: int | None, pr
 
 
 def fingerprint(row: Row) -> str:
-    """Returns a row as JSON without its rewind count. Rows with equal fingerprints are copies: even timings agree."""
+    """Returns a row as JSON without its rewind number. Rows with equal fingerprints are copies."""
     return json.dumps({name: value for name, value in row.items() if name != "rewind"}, sort_keys=True)
 
 
 def read_rows(path: Any, problems: list[str]) -> Iterator[Row]:
-    """Yields the rows with a step, with non-finite numbers as None. Reports the number of other lines in `problems`."""
+    """Yields the rows that have a step. Non-finite numbers become None. Reports other lines in `problems`."""
     names: dict[str, str] = {}  # shares one string object per metric name
     without_step = 0
     for record in read_lines(path, problems):
@@ -243,7 +243,7 @@ class CountWindow(NamedTuple):
 
 
 class ExpertCounts(NamedTuple):
-    """Expert loads of a run: all windows, and the token counts of the newest."""
+    """Expert loads of a run: all windows of steps, and the token counts in the newest window."""
 
     windows: tuple[CountWindow, ...]
     counts: tuple[tuple[int, ...], ...]  # token counts of the newest window, by layer and expert
@@ -260,7 +260,7 @@ class ExpertCounts(NamedTuple):
 
 
 def read_expert_counts(folder: Any, problems: list[str]) -> ExpertCounts | None:
-    """Returns the expert loads in experts.jsonl, or None. A later record replaces those of repeated steps."""
+    """Returns the expert loads in experts.jsonl, or None. If steps were repeated, uses the later records."""
     windows: collections.deque[CountWindow] = collections.deque(maxlen=MOST_WINDOWS)
     counts: tuple[tuple[int, ...], ...] = ()
     for record in read_lines(folder / "experts.jsonl", problems):

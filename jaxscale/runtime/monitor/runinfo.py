@@ -10,7 +10,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
 
 
 def versions() -> dict[str, str | None]:
-    """Returns {package: version} from package metadata, without imports. The version is None if not installed."""
+    """Returns {package: version} without imports. The version is None if the package is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -21,7 +21,7 @@ def versions() -> dict[str, str | None]:
 
 
 def git_commit(folder: str | pathlib.Path | None = None) -> str | None:
-    """Returns the git commit of `folder` (default: this package), plus '-dirty' if files differ; None outside git."""
+    """Returns the commit of `folder` (default: this package), with '-dirty' if files differ; None if not in git."""
     source = pathlib.Path(folder) if folder else pathlib.Path(__file__).resolve().parent
     # a package installed in an environment inside another repository is not tracked by it
     tracked = git(source, "ls-files", "--error-unmatch", ".")
@@ -33,7 +33,7 @@ def git_commit(folder: str | pathlib.Path | None = None) -> str | None:
 
 
 def git(folder: pathlib.Path, *arguments: str) -> str | None:
-    """Returns the output of git, or None if it is missing, times out or fails."""
+    """Returns the output of git, or None if git is missing, times out or fails."""
     # inside a git hook GIT_DIR names another repository
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-C", str(folder), *arguments]

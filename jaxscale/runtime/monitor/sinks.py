@@ -45,7 +45,7 @@ class ServiceRun:
     """Identity and settings of a run for a service."""
 
     def __init__(self, workdir: Any, name: str):
-        """Records a new attempt. Raises OSError or BadInput if the work folder cannot be written."""
+        """Increments the attempt number of the run. Raises OSError or BadInput if the work folder is not writable."""
         folder = paths.as_path(workdir)
         self.folder, self.run_name = folder, str(folder.name) or "run"
         file = folder / FOLDER / f"{name}.json"
@@ -59,13 +59,13 @@ class ServiceRun:
         self.settings: dict[str, Any] = config.get("config", config) | {"attempts": self.attempt}
 
     def with_attempt(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the record with its attempt and without None, which W&B does not draw."""
+        """Returns the metrics with the attempt number, and without None values, which W&B does not draw."""
         return {name: value for name, value in metrics.items() if value is not None} | {"attempt": self.attempt}
 
 
 @dataclasses.dataclass(eq=False)
 class Sink:
-    """A metrics service with a bounded queue, and a thread that sends its records."""
+    """Sends records to a metrics service in a thread, from a bounded queue."""
 
     name: str
     workdir: Any
@@ -83,7 +83,7 @@ class Sink:
 
     @property
     def problem(self) -> str | None:
-        """Reason for missing records, or None. The text is constant, so that it is logged once."""
+        """Reason for missing records, or None. The text does not change, so that it is logged once."""
         if not (self.lost or self.cause):
             return None
         return f"{self.name} lacks metrics that metrics.jsonl has: {self.cause or 'it is too slow'}"
@@ -123,14 +123,14 @@ class Sink:
 def open_wandb(service_run: ServiceRun) -> Service:
     """Opens or resumes the W&B run of this work folder. Reads WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE, WANDB_API_KEY.
 
-    Metrics use our `step` as the x-axis, since wandb's own step cannot decrease after a rewind. Raises BadInput without
-    a login; wandb would prompt on the terminal.
+    Metrics use our `step` as the x-axis, since wandb's step cannot decrease after a rewind. Raises BadInput if the user
+    is not logged in; wandb would prompt on the terminal.
     """
     import wandb
 
     offline = os.environ.get("WANDB_MODE") in OFFLINE
     if not offline and not wandb.api.api_key:
-        raise BadInput("not logged in; set WANDB_API_KEY, or WANDB_MODE=offline to store everything on this machine")
+        raise BadInput("not logged in to W&B; set WANDB_API_KEY, or set WANDB_MODE=offline to store metrics locally")
     settings = wandb.Settings(
         console="off",  # do not redirect the run's output
         silent=True,
@@ -204,10 +204,10 @@ def missing_packages(names: Sequence[str]) -> list[str]:
 
 
 class TensorBoard:
-    """Writes TensorBoard event files. An error drops values and starts a new file: TensorBoard stops at a torn record.
+    """Writes TensorBoard event files. Starts a new file after an error, since TensorBoard stops at incomplete records.
 
-    Uses only the record format and messages of tensorboardX, in the calling thread; importing them takes 0.1 s. Its
-    SummaryWriter would start a thread and a multiprocessing queue, and put the host name into the file name.
+    Uses the record format and messages of tensorboardX in the calling thread; importing them takes 0.1 s. Does not use
+    its SummaryWriter, which starts a thread and a multiprocessing queue, and puts the host name into the file name.
     """
 
     def __init__(self, folder: pathlib.Path, start_step: int = 0):
@@ -222,7 +222,7 @@ class TensorBoard:
         self.add_summary(step, {"value": [{"tag": name, "simple_value": value} for name, value in scalars.items()]})
 
     def write_text(self, step: int, name: str, text: str) -> None:
-        """Adds a text for the text panel, as a code block since TensorBoard renders Markdown."""
+        """Adds text for the text panel. It becomes a code block, since TensorBoard renders Markdown."""
         from tensorboardX import summary
 
         self.add_summary(step, summary.text(name, block_in_markdown(text)))

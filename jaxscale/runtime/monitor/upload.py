@@ -25,11 +25,11 @@ class WrittenElsewhere(BadInput):
 
 
 class Uploader:
-    """Keeps an object equal to the latest text; intermediate versions may be skipped.
+    """Uploads the latest text to an object in a bucket. May skip intermediate versions.
 
-    Uses memory for one copy of the text, and for a second copy during an upload. `problem` reports a refusal (401, 403)
-    at once and transient errors after a minute. Every failure is retried unless another process has written the object.
-    The thread calls `write` with the whole content and pauses for `every_seconds` after an upload.
+    Stores one copy of the text, and a second copy during an upload. `problem` reports a refusal (401, 403) at once and
+    transient errors after a minute. Every failure is retried unless another process has written the object. The thread
+    calls `write` with the whole text, and pauses for `every_seconds` after each upload.
     """
 
     def __init__(self, path: Any, write: Callable[[bytes], None], *, every_seconds: float = 0.0, clock=time.monotonic):
@@ -64,7 +64,7 @@ class Uploader:
             self.changed.notify_all()
 
     def flush(self, seconds: float) -> bool:
-        """Waits until the object has the current text; returns False on a timeout."""
+        """Waits until the object contains the current text. Returns False on a timeout."""
         self.skip_pause()
         with self.changed:
             target = self.version
@@ -119,7 +119,7 @@ class Uploader:
 class ExclusiveObject:
     """An object in a bucket with a single writer. `write` raises if another process has written the object.
 
-    Otherwise a suspended machine whose run was resumed elsewhere would overwrite the object when it wakes up.
+    This protects a run that was resumed elsewhere: a suspended machine cannot overwrite the object when it wakes up.
     """
 
     def __init__(self, url: str):
@@ -133,13 +133,13 @@ class ExclusiveObject:
         return open_bucket(writing=True, silence=SILENCE_SECONDS)
 
     def read(self) -> bytes:
-        """Returns the content, or b"" without an object. Later writes expect this generation. Raises BadInput."""
+        """Returns the content, or b"" if there is no object. Later writes expect this generation. Raises BadInput."""
         found = self.bucket.look(self.url)
         self.generation, self.tried = (found.generation, found.content) if found else (0, b"")
         return self.tried
 
     def write(self, content: bytes) -> None:
-        """Replaces the object in one attempt. Raises WrittenElsewhere, Stop if not the owner, and as Bucket.put."""
+        """Tries once to replace the object. Raises WrittenElsewhere, Stop without the lock, or errors of Bucket.put."""
         fence.ask(self.url)
         before, self.tried = self.tried, content
         try:

@@ -26,8 +26,8 @@ SAMPLE_CHARACTERS = 70  # length of a sample on the console
 class Writer:
     """Writes the metrics of steps start_step + 1 to total_steps.
 
-    Existing records after start_step in metrics.jsonl and TensorBoard are dropped, since those steps are repeated. A
-    new run, whose start_step is 0, also drops records of step 0.
+    Drops existing records after start_step from metrics.jsonl and hides them in TensorBoard, since those steps are
+    repeated. A new run (start_step=0) also drops records of step 0.
     """
 
     workdir: Any
@@ -67,7 +67,7 @@ class Writer:
             self.say("TensorBoard events are written to local folders only; metrics.jsonl has every number")
 
     def due(self, step: int) -> bool:
-        """Returns True for steps whose metrics are written: the first, the last and every log_every_steps."""
+        """Returns True for steps whose metrics are written: the first, the last, and multiples of log_every_steps."""
         return step in (self.start_step + 1, self.total_steps) or step % self.cfg.log_every_steps == 0
 
     def write(self, step: int, metrics: Mapping[str, float | int | None | str]) -> None:
@@ -91,7 +91,7 @@ class Writer:
             self.diagnosis.update(record)
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """Writes generated text to samples.jsonl and TensorBoard, and its beginning to the console."""
+        """Writes generated text to samples.jsonl and TensorBoard, and its first characters to the console."""
         if not self.primary:
             return
         record = redacted({"step": step, "prompt": prompt, "text": text})
@@ -114,7 +114,7 @@ class Writer:
         self.other_files[name].write(record)
 
     def log_problems(self) -> None:
-        """Logs the addresses of runs in external services, and logs each write error once."""
+        """Logs the addresses of runs in external services, and each write error once."""
         for sink in self.sinks:
             if sink.announcement:
                 self.say(sink.announcement)
@@ -134,7 +134,7 @@ class Writer:
         return [output for output in (*self.files(), self.tensorboard, *self.sinks) if output is not None]
 
     def upload_soon(self) -> None:
-        """Starts uploads to a bucket now, such as before a checkpoint of the same step. Does not block."""
+        """Starts pending uploads now, for example before a checkpoint of the same step. Does not block."""
         for file in self.files():
             file.upload_soon()
 

@@ -72,7 +72,7 @@ class OpenedRun(LoopSpec):
 
 
 def assemble(folder: RunFolder, start: Start, parts: Parts, state: TrainState) -> OpenedRun:
-    """Returns a run that is ready to train from this start. Writes its record and opens its metrics file."""
+    """Returns a run that is ready to train from `start`. Writes config.json and opens the metrics file."""
     cfg, program, done = folder.cfg, parts.program, start.steps_done
     record = make_record(folder, start, program)
     services, writer = open_writer(folder, start, record)
@@ -130,7 +130,7 @@ def make_expert_load(cfg: RunConfig, total_steps: int) -> ExpertLoad | None:
 
 
 def make_record(folder: RunFolder, start: Start, program: Program) -> dict[str, Any]:
-    """Returns the record of the run in config.json and checkpoints; logs changes since the last start."""
+    """Returns the record of the run for config.json and checkpoints. Logs changes since the last start."""
     chip, mixture = find_chip(program.mesh.devices.flat[0].device_kind), start.mixture
     trunk = start.source.record["run"] if start.source and start.source.whole else None
     jump = find_jump(trunk or start.recorded, program.schedule, start.steps_done)
@@ -158,9 +158,9 @@ def make_record(folder: RunFolder, start: Start, program: Program) -> dict[str, 
 
 
 def open_writer(folder: RunFolder, start: Start, record: dict[str, Any]) -> tuple[Services, Writer]:
-    """Returns (services that pass events to the health rules, metrics writer).
+    """Returns (services whose events reach the health rules, metrics writer).
 
-    Writes config.json and the tokenizer on the first process, and the started or resumed event.
+    Writes the started or resumed event. The first process also writes config.json and the tokenizer.
     """
     cfg, path, services, corpus = folder.cfg, folder.path, folder.services, start.corpus
     primary = jax.process_index() == 0
@@ -236,7 +236,7 @@ def make_pilot(folder: RunFolder, start: Start, parts: Parts, services: Services
 
 
 def make_watch(program: Program, log: Log) -> ReplicaMonitor | None:
-    """Returns the check of replicated state, or None; logs how much of the state is replicated."""
+    """Returns the monitor of replicated state, or None if it is off. Logs how much of the state is replicated."""
     cfg = program.cfg.train.replicas
     if not cfg.every_steps:
         return None
@@ -245,7 +245,7 @@ def make_watch(program: Program, log: Log) -> ReplicaMonitor | None:
 
 
 def make_evaluate(program: Program, corpus: Corpus) -> Callable[[Any], dict[str, float]] | None:
-    """Returns a function params -> validation metrics, or None. Its fixed batches are put on the devices once."""
+    """Returns a function params -> validation metrics, or None. Puts its fixed batches on the devices once."""
     cfg = program.cfg
     if not cfg.eval.num_rows or corpus.valid_rows is None:
         return None
@@ -267,11 +267,11 @@ def make_evaluate(program: Program, corpus: Corpus) -> Callable[[Any], dict[str,
 
 
 def open_evals(cfg: RunConfig, corpus: Corpus) -> tuple[Evaluator, ...]:
-    """Returns the named evaluators with their data. Raises BadInput for data that cannot be read."""
+    """Returns the named evaluators with their data. Raises BadInput if the data cannot be read."""
     if not cfg.evals:
         return ()
     if corpus.tokenizer is None:
-        raise BadInput("evals read text, but the tokenizer of this run's token ids is unknown; set data.tokenizer")
+        raise BadInput("evals need a tokenizer, but the data of this run are token ids; set data.tokenizer")
     evaluators = open_evaluators(cfg.evals, EvalReading.of(corpus.tokenizer, cfg.seq_len))
     check_same_evals(evaluators)
     return evaluators
@@ -284,6 +284,6 @@ def make_evaluates(program: Program, evaluators: tuple[Evaluator, ...]) -> tuple
 
 
 def rows_per_pass(program: Program) -> int:
-    """Returns the rows of a validation batch: a microbatch, rounded up to a multiple of the batch shards."""
+    """Returns the sequences per validation batch: a microbatch, rounded up to a multiple of the batch shards."""
     rows = program.cfg.rows_per_step // program.cfg.train.num_microbatches
     return rows + -rows % program.model.unstaged.plan.batch_axes.num_shards

@@ -19,23 +19,23 @@ MAX_LISTED = 3  # available steps in an error
 
 
 def branch_settings(path: str, decay_tokens: str | None, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a branch of the run at `path`. With `decay_tokens`, its learning rate decays at once.
+    """Returns the settings of a branch of the run at `path`. With `decay_tokens`, the learning rate decays at once.
 
-    `path` is a work folder, for its newest step, or WORKDIR/checkpoints/STEP. `recorded` has the settings of a branch
-    that already exists: its step does not change when the other run saves new steps.
-    Uses no device, since processes compare settings before they connect. Raises BadInput if the step does not exist,
-    or with `decay_tokens` if the learning rate at the step is not at its peak.
+    `path` is WORKDIR, for its newest step, or WORKDIR/checkpoints/STEP. `recorded` has the settings of the branch if it
+    already exists. The branch then keeps its step when the other run saves new steps.
+    Uses no device, since processes compare settings before they connect. Raises BadInput if the step does not exist or,
+    with `decay_tokens`, if the learning rate is not at its peak at the step.
     """
     source = str((recorded.get("init") or {}).get("from_path"))
     source = source if source.startswith(f"{path.rstrip('/')}/checkpoints/") else path
     folder, step = parse_checkpoint_path(source)
     found = all_steps(folder)
     if not found:
-        raise BadInput(f"--branch_from={source} has no checkpoint: {folder} has no complete step")
+        raise BadInput(f"--branch_from={source}: {folder} has no complete checkpoint; use a run that has saved one")
     step = found[-1] if step is None else step
     if step not in found:
         near = units.or_list(found[-MAX_LISTED:])
-        raise BadInput(f"--branch_from={source}: no checkpoint of step {step}; {folder} has {near}")
+        raise BadInput(f"--branch_from={source}: {folder} has no checkpoint of step {step}; use step {near}")
     settings = {"init.from_path": str(folder / str(step)), "init.what": "run"}
     if decay_tokens is None:
         return settings
@@ -45,9 +45,9 @@ def branch_settings(path: str, decay_tokens: str | None, recorded: Mapping[str, 
     sizes = units.recorded_sizes(budget)
     if sizes.vary and (largest := sizes.stages[-1][0]) > batch_index(step - 1, run["data"]["skipped"]):
         raise BadInput(
-            f"--branch_from={path}: at step {step} the batch size still grows (batch_ramp), but a branch with a decay "
-            f"needs a constant one; branch from a step after batch {largest}, the first of {budget['batch_tokens']} "
-            "tokens"
+            f"--branch_from={path}: at step {step} the batch size still grows (batch_ramp), but --decay_tokens needs a "
+            f"constant batch size; branch from a step after batch {largest}, the first batch with the full size of "
+            f"{budget['batch_tokens']} tokens"
         )
     known = dict(seq_len=run["config"]["seq_len"], batch_tokens=budget["batch_tokens"])
     steps = units.steps(units.resolve("--decay_tokens", decay_tokens, **known), known["batch_tokens"])
@@ -74,16 +74,16 @@ def check_stable(folder: Any, step: int, run: Mapping[str, Any]) -> None:
     else:
         return
     raise BadInput(
-        f"--decay_tokens: the learning rate of {folder} {reason}, but a decay starts at the peak; branch from {fix}"
+        f"--decay_tokens must start at the peak learning rate, but that of {folder} {reason}; branch from {fix}"
     )
 
 
 def check_branch(cfg: RunConfig, source: InitSource) -> None:
-    """Raises BadInput if a run with these settings cannot resume from the data position of the source."""
+    """Raises BadInput if a run with these settings cannot continue the data of the source."""
     run = source.record["run"]
     if not run.get("data"):
         raise BadInput(
-            f"init.what='run': {source} is not from a training run and has no data position; use 'state' or 'params'"
+            f"init.what='run': {source} has no data position, since no training run wrote it; use 'state' or 'params'"
         )
     old, new = run["config"], schema.to_dict(cfg)
     with contextlib.suppress(ValueError):
@@ -93,18 +93,18 @@ def check_branch(cfg: RunConfig, source: InitSource) -> None:
             f"{name}: {old.get(name)!r} in the source, {new[name]!r} in this run" for name in changed
         )
         raise BadInput(
-            f"init.what='run' continues the data of {source}, whose rows depend on {', '.join(NEVER)}: {differences}; "
-            "use the values of the source, or init.what='state', which reads the data from the beginning"
+            f"init.what='run' continues the data of {source}, which depend on {', '.join(NEVER)}, but the runs differ: "
+            f"{differences}; use the same values, or init.what='state', which reads the data from the beginning"
         )
     expected = batch_index(source.step, [tuple(part) for part in run["data"]["skipped"]])
     if run["data"].get("batch_index", expected) != expected:
-        raise BadInput(f"init.what='run': {source} is at batch {run['data']['batch_index']} instead of {expected}")
+        raise BadInput(f"init.what='run': {source} is at batch {run['data']['batch_index']}, but must be at {expected}")
 
 
 def check_longer(cfg: RunConfig, source: InitSource, total_steps: int) -> None:
     """Raises BadInput for a branch that would end where it starts."""
     if total_steps <= source.step:
         raise BadInput(
-            f"train_tokens={cfg.train_tokens} is {total_steps} steps, but the branch starts after step {source.step} "
-            f"of {source.checkpoints.directory.parent}; train_tokens counts from the start of that run, so raise it"
+            f"train_tokens={cfg.train_tokens} gives {total_steps} steps, but the branch starts after step "
+            f"{source.step} of {source.checkpoints.directory.parent}; raise train_tokens, which includes these steps"
         )

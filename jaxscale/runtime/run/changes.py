@@ -23,7 +23,7 @@ CONTINUOUS = 0.05  # largest relative change of the learning rate that is not a 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A setting that differs from the run in the folder. `allowed` is True if it needs --allow_change."""
+    """A setting that differs from the recorded run. `allowed` is True if the change needs --allow_change."""
 
     name: str
     old: Any
@@ -32,7 +32,7 @@ class Change:
 
 
 class Jump(NamedTuple):
-    """The learning rate before and after a start. Steps are counted as in metrics.jsonl."""
+    """Learning rates before and after a start. Steps are counted as in metrics.jsonl."""
 
     step: int  # last completed step
     before: float  # learning rate of this step
@@ -42,12 +42,12 @@ class Jump(NamedTuple):
 
     @property
     def is_jump(self) -> bool:
-        """True if the learning rate changes by more than a schedule does from step to step."""
+        """True if the learning rate changes by more than a schedule does between two steps."""
         return all(abs(self.after - rate) > CONTINUOUS * max(self.after, rate) for rate in (self.before, self.expected))
 
 
 def changes_of(record: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Returns all changes in a run's record, oldest first, in the format of this version."""
+    """Returns all changes in a run's record, oldest first, converted to the current format."""
     record = record or {}
     if "changed" in record:
         return list(record["changed"])
@@ -57,7 +57,7 @@ def changes_of(record: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 def record_changes(
     changes: Sequence[Change], recorded: Mapping[str, Any] | None, step: int, jump: Jump | None, log: Log
 ) -> list[dict[str, Any]]:
-    """Returns all changes between starts, oldest first, and logs new ones. 'alters' is True if past steps differ."""
+    """Returns all changes of a run, oldest first, and logs new ones. 'alters' marks those that alter past steps."""
     texts = [f"{change.name}: {change.old!r} -> {change.new!r}" for change in changes]
     if text := ", ".join(text for change, text in zip(changes, texts) if not change.allowed):
         log(f"changed from step {step} on: {text}")
@@ -73,7 +73,7 @@ def record_changes(
 
 
 def alters(change: Change, step: int, jump: Jump | None) -> bool:
-    """Returns True if past steps may have had other results with the new value; always True for an allowed change."""
+    """Returns True if the new value may alter past steps. This is True for every allowed change after step 0."""
     if step == 0:
         return False
     if change.name == HORIZON:
@@ -82,7 +82,7 @@ def alters(change: Change, step: int, jump: Jump | None) -> bool:
 
 
 def find_jump(recorded: Mapping[str, Any] | None, schedule: Schedule, step: int) -> Jump | None:
-    """Compares the recorded schedule with the current one after `step` steps. Returns None if none was recorded."""
+    """Compares the recorded learning rate schedule with the current one at `step`. Returns None without a record."""
     if recorded is None or step < 1:
         return None
     try:
@@ -97,7 +97,7 @@ def find_jump(recorded: Mapping[str, Any] | None, schedule: Schedule, step: int)
 
 
 def jump_lines(jump: Jump | None, cfg: RunConfig, budget: Budget, workdir: Any) -> list[str]:
-    """Returns a warning about a learning rate jump, with flags that avoid the jump, or [] without a jump."""
+    """Returns a warning about a learning rate jump and flags that avoid it, or [] if there is no jump."""
     if jump is None or not jump.is_jump:
         return []
     times = max(jump.before, jump.after) / max(min(jump.before, jump.after), 1e-30)
@@ -117,7 +117,7 @@ def jump_lines(jump: Jump | None, cfg: RunConfig, budget: Budget, workdir: Any) 
 
 
 def constant_rate_flags(jump: Jump, cfg: RunConfig, budget: Budget) -> str:
-    """Returns flags that keep the learning rate constant, verified on the schedule, or '' if there are none."""
+    """Returns flags that make the learning rate constant, or '' if there are none. Checks them on the schedule."""
     near = lambda rate: math.isclose(rate, jump.before, rel_tol=1e-5)
     rate = cfg.optim.min_lr if near(cfg.optim.min_lr) else float(f"{jump.before:.6g}")
     if not rate:

@@ -29,8 +29,8 @@ def hourly_dollars(limit: LimitConfig, mesh: Mesh) -> float:
     price = limit.chip_hour_dollars or (chip.price.dollars_per_hour if chip and chip.price else None)
     if price is None:
         raise BadInput(
-            f"limit.dollars={limit.dollars:g}: no list price is known for {kind!r}; give the price of "
-            "one chip hour: --config.limit.chip_hour_dollars=DOLLARS"
+            f"limit.dollars={limit.dollars:g} needs a price, but the list price of {kind!r} is unknown; set the price "
+            "of one chip hour with --config.limit.chip_hour_dollars=DOLLARS"
         )
     chips = mesh.size / (chip.devices_per_chip if chip else 1)
     return chips * price
@@ -43,14 +43,14 @@ def check_early_decay(cfg: RunConfig, start: Start) -> None:
         return
     reason = "needs a constant batch size, but batches grow (batch_ramp)"
     if len({stage.tokens for stage in stages}) == 1:
-        reason = "forecasts from the speed so far, but longer sequences (seq_len_ramp) are slower"
+        reason = "needs a constant sequence length to predict the time, but sequences grow (seq_len_ramp)"
     raise BadInput(
-        f"limit.on_overrun='decay' {reason} until batch {stages[-1].first}; set limit.on_overrun to tell until then"
+        f"limit.on_overrun='decay' {reason} until batch {stages[-1].first}; use limit.on_overrun='tell' until then"
     )
 
 
 def make_limits(folder: RunFolder, start: Start, mesh: Mesh, services: Services, say: Log) -> TimeLimit | None:
-    """Returns the limits of this start, or None. Call it after the start has been noted."""
+    """Returns the limit of this start, or None. Call it after the start is recorded in events.jsonl."""
     cfg, budget = folder.cfg, start.budget
     if not cfg.limit.on:
         return None
@@ -98,7 +98,7 @@ def first_limit(path: Any, limit: LimitConfig, mesh: Mesh, now: float) -> tuple[
 
 
 def paid_seconds(events: Sequence[dict[str, Any]], now: float) -> float:
-    """Returns the seconds for which the run pays for its chips: all starts up to now, without the gaps between them."""
+    """Returns the seconds for which the run pays: all starts until now, without the time between them."""
     starts = [number for number, event in enumerate(events) if event["event"] in ("started", "resumed")]
     if not starts:
         return 0.0

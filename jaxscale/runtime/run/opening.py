@@ -39,7 +39,7 @@ from jaxscale.system.exits import BadInput, Stop
 
 
 def train_to_completion(run: OpenedRun | None) -> None:
-    """Trains a run to completion, and reopens it after a rewind or a new schedule. None is a complete run."""
+    """Trains a run to completion. Reopens it after a rewind or a new schedule. None is a complete run."""
     while run is not None and isinstance(outcome := loop.train(run), Rewound):
         run = reopen(run) if isinstance(outcome, Rescheduled) else rewind(run)
 
@@ -53,7 +53,7 @@ def open_run(
     options: RunOptions = DEFAULT_OPTIONS,
     make_program: Callable[[RunConfig, Budget], Program] = build.make_program,
 ) -> OpenedRun | None:
-    """Returns a run ready to train, new or resumed from its newest checkpoint; None if it is already complete.
+    """Returns a run that is ready to train, new or resumed from its newest checkpoint; None if it is complete.
 
     Raises BadInput for input that the user can correct, and Stop with CONFIG_MISMATCH, DATA_MISMATCH or
     CHECKPOINT_CORRUPT if the work folder does not match. Never overwrites an existing run.
@@ -156,7 +156,7 @@ def open_checkpoints(cfg: RunConfig, path: Any, services: Services) -> TieredChe
 
 
 def restore_start(folder: RunFolder, start: Start, program: Program) -> tuple[Start, TrainState, Program]:
-    """Returns the start, its state and program; falls back to an older checkpoint if the newest is damaged.
+    """Returns (start, state, program). Falls back to an older checkpoint if the newest one is damaged.
 
     Raises BadInput if the older checkpoint is in a stage of a ramp that does not fit the devices.
     """
@@ -181,7 +181,7 @@ def restore_start(folder: RunFolder, start: Start, program: Program) -> tuple[St
 def first_state(folder: RunFolder, start: Start, program: Program) -> TrainState:
     """Returns the initial state: from a checkpoint, from another run, or random.
 
-    Raises Stop (CHECKPOINT_CORRUPT) if the step counter of the state differs from the checkpoint's.
+    Raises Stop (CHECKPOINT_CORRUPT) if the step counter in the state differs from the step of the checkpoint.
     """
     if start.source and start.source.whole:
         return resume_branch(program, start.source, folder.log)

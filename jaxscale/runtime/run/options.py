@@ -24,8 +24,8 @@ def allowed_names(name: str, text: str) -> tuple[str, ...]:
     for one in names:
         if one in NEVER:
             raise BadInput(
-                f"{name}={one}: the rows of each step depend on {one}, so a run cannot continue with another value; "
-                "start a new run in another work folder"
+                f"{name}={one} is not possible, because the data of each step depend on {one}; to change it, start a "
+                "new run in another work folder"
             )
         if one not in known:
             leaf = {other.rpartition(".")[2]: other for other in sorted(known, reverse=True)}
@@ -74,7 +74,7 @@ class RunOptions:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Returns {flag: value}, which must be the same in all processes of a run."""
+        """{flag: value} of all options. They must be equal in all processes of a run."""
         return {f"--{field.name}": getattr(self, field.name) for field in dataclasses.fields(RunOptions)}
 
 

@@ -25,12 +25,12 @@ cannot_replay = functools.partial(Stop, Exit.CONFIG_MISMATCH)
 
 
 def read_decisions(folder: Any) -> Decisions:
-    """Returns the decisions of the run in the folder. Process 0 reads them for all processes."""
+    """Returns the decisions of the run in the folder. Process 0 reads them and sends them to the others."""
     return parse_decisions(agreed(lambda: decision_events(read_events(folder))))
 
 
 def complete_rewind(rewind: Rewind, folder: Any, checkpoints: Checkpoints) -> None:
-    """Sets aside the checkpoints and metrics after the step of the rewind. Idempotent and collective."""
+    """Sets aside checkpoints and metrics after the target step of the rewind. Idempotent and collective."""
     checkpoints.set_aside_after(rewind.to, "rewound")
     agreed(lambda: stop_if_unwritable(lambda: abandon(folder, rewind.to, rewind.number), folder))
 
@@ -38,15 +38,15 @@ def complete_rewind(rewind: Rewind, folder: Any, checkpoints: Checkpoints) -> No
 def with_replayed(cfg: RunConfig, folder: Any, old_workdir: str, log: Log) -> tuple[RunConfig, Decisions]:
     """Returns (cfg that skips the same batches as another run, decisions of that run).
 
-    Raises BadInput if `old_workdir` has no other run, Stop(CONFIG_MISMATCH) if cfg cannot replay that run, and
+    Raises BadInput if `old_workdir` is not another run, Stop(CONFIG_MISMATCH) if cfg cannot replay that run, and
     Stop(CHECKPOINT_CORRUPT) if none of its checkpoints has readable skipped batches.
     """
     old = paths.as_path(old_workdir)
     resolved = lambda path: str(paths.absolute(path) if paths.is_remote(path) else paths.absolute(path).resolve())
     if resolved(old).rstrip("/") == resolved(folder).rstrip("/"):
-        raise BadInput(f"--replay={old_workdir} is the work folder itself; give another --workdir")
+        raise BadInput(f"--replay={old_workdir} is the work folder of this run; use another --workdir")
     if not (old / "config.json").exists():
-        raise BadInput(f"--replay={old_workdir} has no config.json: it is not the work folder of a run")
+        raise BadInput(f"--replay={old_workdir} has no config.json; use the work folder of a run")
     check_same_run(cfg, old, None)
     old_record = paths.read_json(old / "config.json")
     if names := ", ".join(
@@ -74,7 +74,7 @@ def with_replayed(cfg: RunConfig, folder: Any, old_workdir: str, log: Log) -> tu
 
 
 def check_same_schedule(budget: Budget, mixture: Mixture | None, old_workdir: str) -> None:
-    """Raises Stop(CONFIG_MISMATCH) if the steps, ramps or mixture stages differ from those of the replayed run."""
+    """Raises Stop(CONFIG_MISMATCH) if steps, ramps or mixture stages differ from those of the replayed run."""
     record = paths.read_json(paths.as_path(old_workdir) / "config.json")
     old = record["budget"]
     if old["total_steps"] != budget.total_steps:

@@ -33,7 +33,7 @@ DATA_SECONDS = 24 * 3600.0  # timeout: the first process may tokenize for hours 
 
 
 def recorded_settings(workdir: str) -> dict[str, Any]:
-    """Returns the settings of the run's last start, or {} without a run. Raises Stop if the folder is unreachable."""
+    """Returns the settings of the last start, or {} without a run. Raises Stop if the folder is unreachable."""
     return stop_if_unreachable(lambda: recorded_run(paths.as_path(workdir)), workdir).get("config", {})
 
 
@@ -45,8 +45,8 @@ def recorded_run(folder: Any) -> dict[str, Any]:
 def recorded_position(recorded: Mapping[str, Any] | None, step: int) -> Position:
     """Returns the position at which a run resumes from a checkpoint with this record.
 
-    Values in '%' follow train_tokens, except in ramps whose last stage has begun and in stages of data.mixture that
-    have begun: their batches do not change.
+    Values in '%' depend on train_tokens. They are fixed for ramps whose last stage has begun, and for stages of
+    data.mixture that have begun.
     """
     if not recorded or not step:
         return BEGINNING
@@ -63,9 +63,9 @@ def recorded_position(recorded: Mapping[str, Any] | None, step: int) -> Position
 def check_same_run(
     cfg: RunConfig, folder: Any, recorded: Mapping[str, Any] | None, allowed: Sequence[str] = ()
 ) -> list[Change]:
-    """Returns the changed settings, each of which may always change or is covered by `allowed`.
+    """Returns the changed settings. Each of them may always change or is covered by `allowed`.
 
-    Restoring the checkpoint still rejects arrays with a different name, shape or dtype.
+    A later restore of the checkpoint also rejects arrays with a different name, shape or dtype.
     Raises Stop(CONFIG_MISMATCH), with the old and new values, if any other setting has changed.
     """
     if recorded is None:
@@ -75,7 +75,7 @@ def check_same_run(
     if recorded.get("converted"):
         raise Stop(
             Exit.CONFIG_MISMATCH,
-            f"{folder} contains a converted model, not a run; train it in another --workdir with --init_from={folder}",
+            f"{folder} contains a converted model, not a run; train it with --init_from={folder} and another --workdir",
         )
     old, new = recorded["config"], schema.to_dict(cfg)
     with contextlib.suppress(ValueError):
@@ -97,7 +97,7 @@ def check_same_run(
         )
         raise Stop(
             Exit.CONFIG_MISMATCH,
-            f"{folder} belongs to another config: {lines}; use another --workdir, or restore these settings{leave}",
+            f"the run in {folder} has other settings: {lines}; use another --workdir, or restore these settings{leave}",
         )
     return changed
 
@@ -105,7 +105,7 @@ def check_same_run(
 def open_same_data(
     cfg: DataConfig, recorded: Mapping[str, Any] | None, log: Log, open_data: Any = open_data, **settings: Any
 ) -> Corpus:
-    """Opens the corpus. For an existing run, raises Stop with DATA_MISMATCH, or with STORAGE if unreachable."""
+    """Opens the corpus. For an existing run, raises Stop: STORAGE if it is unreachable, else DATA_MISMATCH."""
     try:
         return open_data(cfg, say=log, **settings)
     except BadInput as error:
@@ -113,13 +113,13 @@ def open_same_data(
             raise
         if is_storage_error(error):
             raise Stop(
-                Exit.STORAGE, f"the data of this run cannot be reached: {error}; restart when the storage is reachable"
+                Exit.STORAGE, f"the data of this run cannot be read: {error}; restart when the storage is reachable"
             ) from error
         raise data_mismatch(f"the data of this run can no longer be opened: {error}") from error
 
 
 def describe_data_changes(corpus: Corpus, data: Mapping[str, Any]) -> str:
-    """Returns a description of the parts of the data that differ from the record, or '' without recorded parts."""
+    """Returns which parts of the data differ from the record, or '' if the record has no parts."""
     old, new = data.get("parts"), corpus.parts
     if not old or old == new:
         return ""
@@ -135,7 +135,7 @@ def describe_data_changes(corpus: Corpus, data: Mapping[str, Any]) -> str:
 def check_same_data(
     cfg: RunConfig, corpus: Corpus, recorded: dict[str, Any] | None, start_step: int, decisions: Decisions
 ) -> Ranges:
-    """Returns the ranges of skipped batches, including those of rewinds. Raises Stop(DATA_MISMATCH) for other data."""
+    """Returns the ranges of skipped batches, with those of rewinds. Raises Stop(DATA_MISMATCH) for other data."""
     requested = [*cfg.data.skip_batches, *decisions.skip_batches]
     if recorded is None:
         return merge_skips((), requested, 0)
@@ -151,14 +151,14 @@ def check_same_data(
 
 
 def check_position(recorded: Mapping[str, Any], step: int) -> None:
-    """Raises Stop(CHECKPOINT_CORRUPT) if the recorded data position is not the position after `step` steps."""
+    """Raises Stop(CHECKPOINT_CORRUPT) if the recorded data position does not match `step` completed steps."""
     data = recorded["data"]
     expected = batch_index(step, [tuple(r) for r in data["skipped"]])
     if data.get("batch_index", expected) != expected:
         raise Stop(
             Exit.CHECKPOINT_CORRUPT,
-            f"step {step} cannot be resumed: its data position is batch {data['batch_index']}, but after "
-            f"{step} steps it must be batch {expected}",
+            f"the checkpoint of step {step} is damaged: its data position is batch {data['batch_index']}, but must be "
+            f"batch {expected} after {step} steps",
         )
 
 
@@ -189,7 +189,7 @@ def check_same_evals(evaluators: Sequence[Evaluator]) -> None:
 def check_same_past(
     sizes: BatchSizes, row_tokens: BatchSizes, mixture: Mixture | None, recorded: dict | None, start_step: int, log: Log
 ) -> None:
-    """Raises Stop(DATA_MISMATCH) if these batch sizes, sequence lengths or mixture would change past steps."""
+    """Raises Stop(DATA_MISMATCH) if the batch sizes, sequence lengths or mixture of past steps would change."""
     if not start_step:
         return
     assert recorded is not None, "completed steps have a record"
@@ -210,7 +210,7 @@ def check_same_past(
 
 
 def check_same_stages(what: str, unit: str, then: BatchSizes, now: BatchSizes, last: int) -> None:
-    """Raises Stop(DATA_MISMATCH) if a batch up to `last` would have had a different size."""
+    """Raises Stop(DATA_MISMATCH) if the size of a completed batch (up to `last`) would change."""
     past = lambda sizes: [stage for stage in sizes.stages if stage[0] <= last]
     if past(then) != past(now):
         raise data_mismatch(
@@ -221,7 +221,7 @@ def check_same_stages(what: str, unit: str, then: BatchSizes, now: BatchSizes, l
 
 
 def version_changes(recorded: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
-    """Returns one warning for each package whose version differs from the version in the checkpoint."""
+    """Returns a warning for each package whose version differs from the version in the checkpoint."""
     old = (recorded or {}).get("versions") or {}
     return [
         f"warning: {name} was {old[name]} when this run was last saved and is {version} now: results may differ by "

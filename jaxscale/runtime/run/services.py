@@ -31,7 +31,7 @@ REPLACED = (*APPENDED, "abandoned.jsonl", "config.json", "sample.txt")
 
 @contextlib.contextmanager
 def run_services(cfg: RunConfig, workdir: str, options: RunOptions, team: cluster.Team) -> Iterator[Services]:
-    """Yields the services of a run while it holds the lock of the work folder. Records the end in the event log.
+    """Yields the services of a run and holds the lock of the work folder. Records the end in the event log.
 
     A rejected start leaves the folder unchanged. Raises Stop (LOCK_HELD) if another run holds the lock.
     """
@@ -76,7 +76,7 @@ def run_services(cfg: RunConfig, workdir: str, options: RunOptions, team: cluste
 
 @contextlib.contextmanager
 def note_end(events: Events, ledger: TimeLedger) -> Iterator[None]:
-    """Writes the stopped event, with exit code and reason, however the block ends."""
+    """Records the stopped event, with exit code and reason, whether or not the block raises."""
     code, reason = 0, "done"
     try:
         yield
@@ -92,7 +92,7 @@ def note_end(events: Events, ledger: TimeLedger) -> Iterator[None]:
 
 
 def clean_folder(workdir: str, log: Log, *, primary: bool, stolen: bool) -> None:
-    """Removes leftover files, and replaces files that the owner of a stolen lock may still write to."""
+    """Removes leftover files. If the lock was stolen, replaces files that its old owner may still write to."""
     if paths.is_remote(workdir):
         return
     folder, failed = paths.as_path(workdir), []

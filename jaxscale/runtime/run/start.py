@@ -61,7 +61,7 @@ class Start:
 
     @property
     def steps_done(self) -> int:
-        """Steps before this start, including those of the run that this one branches from."""
+        """Steps before this start, including the steps of the run that this run branches from."""
         if self.step is None and self.source is not None and self.source.whole:
             return self.source.step
         return self.step or 0
@@ -88,8 +88,8 @@ class Start:
 def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = None) -> Start:
     """Resolves the start from the checkpoint of `step`, or from the beginning if `step` is None.
 
-    `corpus` is the data, if they are already open. Raises BadInput, or Stop with CONFIG_MISMATCH or DATA_MISMATCH, if
-    the run in the folder cannot continue with these settings or data.
+    `corpus` is the data, if already open. Raises BadInput, or Stop with CONFIG_MISMATCH or DATA_MISMATCH, if the run in
+    the folder cannot continue with these settings or data.
     """
     cfg, options, done = folder.cfg, folder.options, step or 0
     recorded = None if step is None else folder.checkpoints.read_run(step)
@@ -127,7 +127,7 @@ def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = N
 
 
 def nothing_to_do(step: int, total_steps: int, stop_after: int | None) -> str:
-    """Returns why a run at this step has nothing left to train, or ''."""
+    """Returns the reason why a run at this step has nothing left to train, or ''."""
     if step >= total_steps:
         return (
             f"this run is complete at step {step}; to continue, raise --config.train_tokens; the learning rate then "
@@ -139,7 +139,7 @@ def nothing_to_do(step: int, total_steps: int, stop_after: int | None) -> str:
 
 
 def open_ancestor(folder: RunFolder, recorded: dict[str, Any] | None) -> InitSource | None:
-    """Returns the checkpoint that a new run is initialized from, as recorded at an earlier start, or None."""
+    """Returns the checkpoint that initializes a new run, as recorded at an earlier start, or None."""
     if folder.cfg.init.from_path is None or recorded is not None:
         return None
     ancestor = next(iter(resume_checks.recorded_run(folder.path).get("ancestry", ())), None)
@@ -153,8 +153,8 @@ def resolve_run_dtypes(
 ) -> tuple[RunConfig, tuple[Resolved, ...]]:
     """Returns (config without 'auto', resolved settings), the same in all processes.
 
-    An existing run uses its recorded dtypes. A replay, or a run initialized from another run, uses the dtypes of that
-    run. `replay` is the work folder given by --replay. Raises BadInput if init.from_path has no checkpoint.
+    An existing run uses its recorded dtypes. A replay, or a run initialized from another run, uses the dtypes of the
+    other run. `replay` is the work folder given by --replay. Raises BadInput if init.from_path has no checkpoint.
     """
     if not is_auto(cfg):
         return cfg, ()
@@ -163,7 +163,7 @@ def resolve_run_dtypes(
 
 
 def recorded_config(cfg: RunConfig, folder: Any, replay: str | None) -> tuple[Mapping[str, Any], str]:
-    """Returns (config of the run whose dtypes apply, or {}; name of that run)."""
+    """Returns (config, name) of the run whose dtypes are used, or ({}, '')."""
     if recorded := resume_checks.recorded_run(folder).get("config"):
         return recorded, "this run"
     if replay and (replayed := resume_checks.recorded_run(paths.as_path(replay)).get("config")):
@@ -175,7 +175,7 @@ def recorded_config(cfg: RunConfig, folder: Any, replay: str | None) -> tuple[Ma
 
 
 def dtype_record(resolved: tuple[Resolved, ...], past: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns {setting: {"dtype", "reason"}} for the run's record; unchanged dtypes keep their first reason."""
+    """Returns {setting: {"dtype", "reason"}} for the run's record. Unchanged dtypes keep their first reason."""
     old = past.get("dtypes", {})
     new = {one.name: {"dtype": one.dtype, "reason": one.reason} for one in resolved}
     unchanged = lambda name, entry: name not in new or new[name]["dtype"] == entry["dtype"]

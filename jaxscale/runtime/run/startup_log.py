@@ -60,7 +60,7 @@ def log_model(program: Program, budget: Budget, log: Log) -> None:
 
 
 def log_resume(program: Program, recorded: dict[str, Any], step: int, budget: Budget, log: Log) -> None:
-    """Logs the step from which the run resumes, and learning rates if the number of steps has changed."""
+    """Logs the step at which the run resumes. If the number of steps has changed, also logs learning rates."""
     if recorded["budget"]["total_steps"] != budget.total_steps:
         last = recorded["budget"]["total_steps"]
         rates = ", ".join(f"{float(program.schedule(s)):.3g} at step {s}" for s in (step, budget.total_steps - 1))
@@ -69,7 +69,7 @@ def log_resume(program: Program, recorded: dict[str, Any], step: int, budget: Bu
 
 
 def finish(cfg: SampleConfig, sample: Sample | None, state: TrainState, folder: Any, writer: Writer) -> None:
-    """Logs why this process stops. If the run is complete, also samples text if configured."""
+    """Logs why this process stops. If the run is complete, also samples text, if this is configured."""
     step = int(state.step)
     if step < writer.total_steps:
         return writer.say(f"saved step {step} of {writer.total_steps}; the same command without --stop_after continues")
@@ -84,7 +84,7 @@ def finish(cfg: SampleConfig, sample: Sample | None, state: TrainState, folder: 
 
 
 def sample_of_run(program: Program, corpus: Corpus, log: Log) -> Sample | None:
-    """Returns the function that samples text from a state, or None, with a logged reason, if the run cannot."""
+    """Returns a function state -> sampled text. If the run cannot sample, logs the reason and returns None."""
     if not program.cfg.sample.num_tokens:
         return None
     if program.cfg.model.kind != "decoder":
@@ -99,8 +99,8 @@ def sample_of_run(program: Program, corpus: Corpus, log: Log) -> Sample | None:
 def make_sample(program: Program, tokenizer: Any, log: Log = lambda line: None) -> Sample:
     """Returns a function state -> text: the prompt and sample.num_tokens sampled tokens. Compiles at the first call.
 
-    The end-of-document token is never sampled. A sequence has seq_len tokens as in training; when it is full, its
-    second half is continued. The seed is fixed, so that samples differ only because of training. Collective.
+    Never samples the end-of-document token. The context has at most seq_len tokens, as in training. When it is full,
+    its first half is dropped. The seed is fixed, so that samples differ only because of training. Collective.
     """
     cfg, longest = program.cfg, program.cfg.seq_len
     prompt = [*tokenizer.begin_ids, *tokenizer.encode(cfg.sample.prompt).tolist()]

@@ -58,7 +58,7 @@ class ChatServer(LocalServer):
     ending: threading.Event  # interrupts the answer in progress
 
     def end_answer(self, seconds: float = END_SECONDS) -> bool:
-        """Interrupts the answer in progress and prevents others. Returns False if it has not ended in time."""
+        """Interrupts the current answer and prevents further ones. Returns False if it does not end in time."""
         self.ending.set()
         return self.busy.acquire(timeout=seconds)
 
@@ -75,7 +75,7 @@ def csp_source(content: str) -> str:
 
 
 class ChatHandler(LocalHandler):
-    """Handler of GET /, which returns the page, and POST /say, which returns a turn of the model."""
+    """Handles GET /, which returns the page, and POST /say, which returns the answer of the model."""
 
     server: ChatServer
     policy = f"default-src 'none'; style-src {csp_source(STYLE)}; script-src {csp_source(SCRIPT)}; connect-src 'self'"
@@ -129,17 +129,17 @@ class ChatHandler(LocalHandler):
         self.send_line({"done": written[0].reason, "tokens": written[0].tokens})
 
     def read_messages(self) -> list[dict[str, str]]:
-        """Returns the conversation in the request. Raises BadInput if it is invalid or from another page."""
+        """Returns the conversation in the request. Raises BadInput if it is invalid or sent by another page."""
         port = self.server.server_address[1]
         if self.path != "/say":
-            raise BadInput("messages must be sent to /say")
+            raise BadInput("this path does not exist; send messages to /say")
         if self.headers.get("Origin") not in (None, *(f"http://{name}:{port}" for name in (ADDRESS, "localhost"))):
             raise BadInput("requests from other pages are not allowed")
         if self.headers.get_content_type() != "application/json":
-            raise BadInput("a conversation must be sent as application/json")
+            raise BadInput("the conversation must have Content-Type: application/json")
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdecimal() and len(length) < 19) or not 0 < int(length) <= MAX_BYTES:
-            raise BadInput(f"a conversation must have 1 to {MAX_BYTES} bytes (Content-Length)")
+            raise BadInput(f"the request must have 1 to {MAX_BYTES} bytes; set Content-Length")
         body = self.rfile.read(int(length))
         self.server.has_asked(self.connection)
         messages, longest = check_messages(parse_json(body)), self.server.longest
@@ -164,10 +164,10 @@ class ChatHandler(LocalHandler):
 
 
 def check_messages(sent: Any) -> list[dict[str, str]]:
-    """Returns the messages of a request. Raises BadInput unless user and model alternate and the user is last."""
+    """Returns the messages of a request. Raises BadInput unless user and model alternate, ending with the user."""
     messages = sent.get("messages") if isinstance(sent, dict) else None
     if not isinstance(messages, list) or not messages:
-        raise BadInput("messages must be a list of turns")
+        raise BadInput("messages must be a list of at least one message")
     found = []
     for number, message in enumerate(messages):
         role, content = (message.get(key) if isinstance(message, dict) else None for key in ("role", "content"))
@@ -175,5 +175,5 @@ def check_messages(sent: Any) -> list[dict[str, str]]:
             raise BadInput(f"message {number + 1} must have role {ROLES[number % 2]!r} and text as content")
         found.append({"role": role, "content": content})
     if len(found) % 2 == 0:
-        raise BadInput("the last message must be the user's")
+        raise BadInput("the last message must have role 'user'")
     return found

@@ -34,14 +34,14 @@ class SampleConfig:
         if self.temperature <= 0:
             raise BadInput(f"temperature={self.temperature} must be above 0")
         if self.every_steps < 0 or self.every_steps and not self.num_tokens:
-            raise BadInput(f"every_steps={self.every_steps} must be at least 0, and needs num_tokens above 0")
+            raise BadInput(f"every_steps={self.every_steps} must be at least 0, and 0 if num_tokens is 0")
         if not self.prompt:
             raise BadInput("prompt must not be empty: the model needs at least one token")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling parameters, applied in this order. A filter accepts all tokens that are as likely as its last token."""
+    """Sampling parameters, applied in this order. Filters also keep tokens that tie with the last one they keep."""
 
     repetition_penalty: float = setting(
         1.0, "above 1: makes tokens that are already in the text less likely (arXiv:1909.05858); 1: no penalty"

@@ -75,10 +75,10 @@ class Timing:
 
 
 class Engine:
-    """Compiled programs of one model on a mesh, for batches of `batch` rows and texts of at most `longest` tokens.
+    """Compiled programs of one model on a mesh, for `batch` sequences of at most `longest` tokens each.
 
-    An engine stores no parameters, so it can be used for a model in training. `num_ids` is the size of the tokenizer:
-    larger ids of a padded vocabulary are never drawn, and neither are ids in `never`. `say` logs compilation messages.
+    Stores no parameters, so it can also be used for a model in training. `num_ids` is the size of the tokenizer. Never
+    draws larger ids, which pad the vocabulary, or ids in `never`. `say` logs compilation messages.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class Engine:
     ):
         cfg, limit = sharded.cfg, sharded.cfg.max_seq_len
         if cfg.kind != "decoder":
-            raise BadInput(f"model.name={cfg.name!r} is not a decoder and cannot generate text; llama and gpt2 can")
+            raise BadInput(f"model.name={cfg.name!r} is not a decoder and cannot generate text; use llama or gpt2")
         if limit is not None and longest > limit:
-            raise BadInput(f"a text of {longest} tokens is longer than model.max_seq_len={limit}")
+            raise BadInput(f"a text of {longest} tokens exceeds model.max_seq_len={limit}; use fewer tokens")
         self.sharded, self.longest, self.say = sharded, longest, say
         self.batch = batch + -batch % sharded.plan.batch_axes.num_shards
         self.drawable_V = np.arange(cfg.vocab_size) < (num_ids or cfg.vocab_size)
@@ -122,7 +122,7 @@ class Engine:
     def read_one(
         self, params: Any, cache: kv_cache.Cache, tokens_B: jax.Array, lengths_B: jax.Array
     ) -> tuple[kv_cache.Cache, jax.Array]:
-        """Returns (cache with one more token per row, float32[B, V] logits after this token)."""
+        """Appends one token per row to the cache. Returns (cache, float32[B, V] logits after this token)."""
         recorder = kv_cache.CacheReader(
             cache, lengths_B, self.sharded.plan.needs, tuple(self.sharded.cfg.layer_stacks.values())
         )
@@ -132,7 +132,7 @@ class Engine:
         return recorder.extended(), unembed(model, h_B1D[:, 0])
 
     def draw(self, state: DecodeState, logits_BV: jax.Array, sampling: Sampling, stop_ids: tuple[int, ...]):
-        """Returns (state with one more token per row, int32[B] of the token, ENDED or NOT_FINITE)."""
+        """Draws one token per row. Returns (state, int32[B] of the token, ENDED or NOT_FINITE)."""
         broken_B = ~jnp.all(jnp.isfinite(logits_BV), axis=-1)
         logits_BV = jnp.where(self.drawable_V[None], logits_BV, -jnp.inf)
         row_key = lambda number, drawn: jax.random.fold_in(
@@ -218,8 +218,8 @@ class Generator:
     ) -> Iterator[np.ndarray]:
         """Yields int32[rows] in each step: the next token of every prompt, or -1 for a row that has ended.
 
-        A row ends before a token of `stop_ids`, and when its text has `longest` tokens. `numbers` select the random
-        numbers of the rows; the default is prompt_numbers(prompts). Raises as check_prompts, or NotFinite.
+        A row ends before a token of `stop_ids`, or when its text has `longest` tokens. `numbers` are folded into the
+        random keys; the default is prompt_numbers(prompts). Raises NotFinite and the errors of check_prompts.
         """
         engine, self.timing = self.engine, None
         check_prompts(prompts, engine)
@@ -255,7 +255,7 @@ class Generator:
                 return
 
     def shard_arguments(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], seed: int) -> tuple:
-        """Returns the arguments of prefill, on the mesh. Unused rows have length 0."""
+        """Returns the arguments of prefill, sharded over the mesh. Unused rows have length 0."""
         engine = self.engine
         length = prompt_length(max(map(len, prompts)), engine.longest)
         tokens_BT = np.zeros((engine.batch, length), np.int32)
@@ -269,7 +269,7 @@ class Generator:
 
 
 def filtered(logits_BV: jax.Array, seen_BV: jax.Array | None, sampling: Sampling) -> jax.Array:
-    """Returns the logits to draw from, float32[B, V]; -inf excludes a token. `seen_BV` marks tokens in the text."""
+    """Returns the logits to draw from, float32[B, V], with -inf for excluded tokens. `seen_BV`: tokens in the text."""
     logits_BV = logits_BV.astype(jnp.float32)
     if sampling.depends_on_text:
         assert seen_BV is not None, "a repetition penalty needs the tokens of the text so far"
@@ -294,7 +294,7 @@ def filtered(logits_BV: jax.Array, seen_BV: jax.Array | None, sampling: Sampling
 
 
 def choose(logits_BV: jax.Array, seen_BV: jax.Array | None, keys_B: jax.Array, sampling: Sampling) -> jax.Array:
-    """Returns int32[B], a token for each row. Each row has its own key, so that rows do not affect each other."""
+    """Returns int32[B], one token for each row. Each row has a separate key, so that rows are independent."""
     logits_BV = filtered(logits_BV, seen_BV, sampling)
     if sampling.temperature == 0:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
@@ -304,24 +304,24 @@ def choose(logits_BV: jax.Array, seen_BV: jax.Array | None, keys_B: jax.Array, s
 def check_prompts(prompts: Sequence[Sequence[int]], engine: Engine) -> None:
     """Raises BadInput for prompts that cannot be continued."""
     if not 0 < len(prompts) <= engine.batch:
-        raise BadInput(f"got {len(prompts)} prompts for a batch of {engine.batch} rows; pass 1 to {engine.batch}")
+        raise BadInput(f"got {len(prompts)} prompts for a batch of {engine.batch}; pass 1 to {engine.batch} prompts")
     for number, prompt in enumerate(prompts, 1):
         if not len(prompt):
             raise BadInput(f"prompt {number} has no tokens; pass at least one")
         if len(prompt) > engine.longest:
-            raise BadInput(f"prompt {number} has {len(prompt)} tokens, but a text can have at most {engine.longest}")
+            raise BadInput(f"prompt {number} has {len(prompt)} tokens, but at most {engine.longest} fit; shorten it")
         if not 0 <= min(prompt) <= max(prompt) < engine.sharded.cfg.vocab_size:
             worst, size = min(prompt) if min(prompt) < 0 else max(prompt), engine.sharded.cfg.vocab_size
-            raise BadInput(f"prompt {number} has the token id {worst}, but the model's vocabulary has {size} ids")
+            raise BadInput(f"prompt {number} has token id {worst}, but the model has {size} ids; use its tokenizer")
 
 
 def prompt_length(tokens: int, longest: int) -> int:
-    """Returns the padded length of prompts. There are few different lengths, so that few programs are compiled."""
+    """Returns the padded length of prompts. There are only few such lengths, so that few programs are compiled."""
     return min(MIN_PROMPT << (max(tokens - 1, 0) // MIN_PROMPT).bit_length(), longest)
 
 
 def prompt_numbers(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Returns a number per prompt that selects its random numbers. Equal prompts in a batch get different numbers."""
+    """Returns an int per prompt to fold into its random key. Equal prompts in a batch get different ints."""
     seen: collections.Counter = collections.Counter()
     numbers = []
     for prompt in map(tuple, prompts):

@@ -40,12 +40,12 @@ def one_head(latents: Latents) -> tuple[jax.Array, jax.Array]:
 
 
 def num_slots(needs: AttentionNeeds, longest: int) -> int:
-    """Returns the number of slots of a cache for texts of at most `longest` tokens."""
+    """Returns the number of cache slots per row for texts of at most `longest` tokens."""
     return longest if needs.window is None or needs.window_layers else min(longest, needs.window)
 
 
 def slot_positions(lengths_B: jax.Array, slots: int) -> jax.Array:
-    """Returns int32[B, R]: the position in each slot after lengths_B tokens, or a negative number if it is empty."""
+    """Returns int32[B, R], the position in each slot after lengths_B tokens; negative if the slot is empty."""
     last_B1, slot_1R = lengths_B[:, None] - 1, jnp.arange(slots)[None]
     return last_B1 - jnp.mod(last_B1 - slot_1R, slots)
 
@@ -112,10 +112,10 @@ def fill_cache(whole: tuple, lengths_B: jax.Array, slots: int) -> Cache:
 
 
 class CacheReader(KeyValueRecorder):
-    """Recorder whose attention reads the cache: each row has one new token, which attends to the cache and itself."""
+    """Recorder with attention that reads the cache. The new token of each row attends to the cache and itself."""
 
     def __init__(self, cache: Cache, lengths_B: jax.Array, needs: AttentionNeeds, stacks: Sequence[int]):
-        """`lengths_B` has the number of cached tokens per row; `stacks` has the number of layers per stack."""
+        """`lengths_B` is the number of cached tokens per row; `stacks` is the number of layers per stack."""
         super().__init__()
         self.cache, self.lengths_B, self.needs = cache, lengths_B, needs
         self.ends = np.cumsum(stacks).tolist()
@@ -131,7 +131,7 @@ class CacheReader(KeyValueRecorder):
         self.layer = cache
 
     def visible(self, local: bool | jax.Array | None) -> tuple[Cache, jax.Array]:
-        """Returns (cache of the current layer, bool[B, R] that is True for slots the new token attends to)."""
+        """Returns (cache of the current layer, bool[B, R] mask of the slots that the new token attends to)."""
         assert self.layer is not None, "run_stack() calls begin_layer() before the layer"
         position_BR = slot_positions(self.lengths_B, self.layer[0].shape[1])
         seen_BR = position_BR >= 0
@@ -141,7 +141,7 @@ class CacheReader(KeyValueRecorder):
         return self.layer, seen_BR
 
     def wrap_attention(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Replaces `attend` by attention to the cache. `local` is True in layers with the attention window."""
+        """Replaces `attend` with attention to the cache. `local` is True in layers with the attention window."""
 
         def attend_cached(q_B1NH, k_B1KH, v_B1KH, segments, *, local: bool | jax.Array | None = None):
             self.new = (k_B1KH, v_B1KH)
@@ -173,7 +173,7 @@ class CacheReader(KeyValueRecorder):
 
 
 def attend_one(q_B1NH, k_B1KH, v_B1KH, keys_BRKH, values_BRKH, seen_BR, softcap: float | None) -> jax.Array:
-    """Returns attention as in kernels.attention.xla for the last position of each row, [B, 1, N, H] in q.dtype."""
+    """Returns attention of one new token per row, [B, 1, N, H] in q.dtype, computed as in kernels.attention.xla."""
     B, _, N, H = q_B1NH.shape
     K = k_B1KH.shape[2]
     q_BKGH = q_B1NH.reshape(B, K, N // K, H)
@@ -214,11 +214,11 @@ def attend_absorbed(
 ) -> jax.Array:
     """Returns attention to the new token and to the cached latents where seen_BR is True, [B, 1, N, V] in q.dtype.
 
-    Computes no keys and values. A score is q . (W c) = (W^T q) . c, so the key weights multiply the query, and the
-    value weights multiply the mean of the latents (arXiv:2405.04434, section 2.1.2). For S cached tokens this takes
-    N C (U + V) + N S (2 C + r) multiplications instead of S N C (U + V) + N S (U + r + V): fewer from the second token
-    on, and 120 times fewer for long texts with the sizes of DeepSeek-V3.
-    `w_CNE` has the weights of the keys (without RoPE) and values of each head.
+    Does not compute keys and values. A score is q . (W c) = (W^T q) . c, so the key weights multiply the query, and the
+    value weights multiply the mean of the latents (arXiv:2405.04434, section 2.1.2). For S cached tokens this takes N C
+    (U + V) + N S (2 C + r) multiplications instead of S N C (U + V) + N S (U + r + V). That is fewer from the second
+    token on, and 120 times fewer for long texts with the sizes of DeepSeek-V3.
+    `w_CNE` contains the weights of the keys (without RoPE) and values of each head.
 
     C rank of latents  U head dim without RoPE  r head dim with RoPE  V value dim
     """

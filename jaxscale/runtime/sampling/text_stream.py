@@ -59,7 +59,7 @@ def write_texts(
     settings: WriteSettings,
     written: list[GeneratedText],
 ) -> Iterator[tuple[int, str]]:
-    """Yields (row, piece of text) without stop texts, and updates the texts in `written`. Raises as generate()."""
+    """Yields (row, piece of text) without stop texts. Updates `written`. Raises the errors of generate()."""
     streams = [TextStream(decode, prompt, settings.stops) for prompt in prompts]
     written[:] = [GeneratedText() for _ in prompts]
     active = set(range(len(prompts)))
@@ -87,11 +87,11 @@ def write_texts(
 
 
 class TextStream:
-    """Converts tokens to final text, which later tokens do not change. Ends before the first completed stop text."""
+    """Converts tokens to text that later tokens cannot change. Ends before the first completed stop text."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = (), stops: Sequence[str] = ()):
         if "" in stops:
-            raise BadInput("an empty stop text would end every text immediately; remove it")
+            raise BadInput("a stop text must not be empty; remove the empty one")
         self.decode, self.stops = decode, tuple(stops)
         self.ids = list(prompt)[-CONTEXT:]  # tokens to decode; tokens before `begin` are only context
         self.begin, self.num_emitted = len(self.ids), 0  # num_emitted: characters returned after the context
@@ -124,7 +124,7 @@ class TextStream:
         return self.cut_at_stop(found[self.num_emitted :], last=True)
 
     def cut_at_stop(self, new: str, last: bool = False) -> str:
-        """Returns the pending text and `new`, up to a stop text or its possible beginning, which stays pending."""
+        """Returns pending text plus `new`, up to a stop text. A possible prefix of a stop text stays pending."""
         self.pending += new
         found = [(begin + len(stop), begin) for stop in self.stops if (begin := self.pending.find(stop)) >= 0]
         if found:
@@ -137,5 +137,5 @@ class TextStream:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Returns the number of characters at the end of `text` that are the beginning of `stop`."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

@@ -13,7 +13,7 @@ NAME = "{name}"  # placeholder in a glob for the name of a source
 
 
 def names_sources(globs: Globs) -> bool:
-    """Returns True if the globs name sources, which replace the source names in the files."""
+    """Returns True if the globs define source names, which replace the names in the files."""
     return isinstance(globs, dict) or NAME in "".join(globs)
 
 
@@ -139,12 +139,12 @@ class ReadConfig:
 
     @property
     def set_field(self) -> str:
-        """Returns the names of the settings for the message if no text is found."""
+        """Names of the settings that a message suggests if no text is found."""
         return " or ".join(f"{self.where}{name}" for name in self.field_settings)
 
     @property
     def metadata_fields(self) -> tuple[str, str, str, str]:
-        """Returns the names of the id, URL, licence and language fields, with '' for fields that are not read."""
+        """Names of the id, URL, licence and language fields. '' for a field that is not read."""
         return self.id_field, self.url_field, self.licence_field, self.language_field
 
 
@@ -162,7 +162,7 @@ class DocumentsConfig(ReadConfig):
 
 
 def read_settings(cfg: ReadConfig) -> dict[str, object]:
-    """Returns the settings that affect the documents that are read, for a fingerprint."""
+    """Returns the settings that affect which documents are read, for a fingerprint."""
     found = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(ReadConfig)}
     if cfg.html_text != "trafilatura":
         found.pop("html_mode")  # unused; excluded so that older caches remain valid

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A text and its origin, with a cache of values computed from the text that is shared by stages."""
+    """A text and its origin. Stages share a cache of values that they compute from the text."""
 
     text: str
     source: str = ""  # name of the source in the recipe
@@ -54,5 +54,5 @@ def per_document(judge: Callable[[Document], Outcome]) -> Stage:
 
 
 def drop_if(document: Document, fault: str, detail: str = "") -> Outcome:
-    """Returns the outcome that drops the document if it has a fault, and otherwise keeps the document unchanged."""
+    """Returns an outcome that drops the document if it has a fault, and otherwise keeps it unchanged."""
     return Outcome(None, fault, detail=detail) if fault else Outcome(document)

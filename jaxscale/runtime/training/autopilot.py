@@ -40,7 +40,7 @@ class Rewound(Exception):
 
 
 class Rescheduled(Rewound):
-    """Raised if the decay begins early, so that the run must be reopened at the step that was just saved."""
+    """Raised if the decay begins early: the run must be reopened from the step that was just saved."""
 
 
 class AutopilotSpec(NamedTuple):
@@ -58,7 +58,7 @@ class AutopilotSpec(NamedTuple):
 
 
 class Autopilot:
-    """Recovers a run from bad steps, until its process ends. Steps count from 1. `now` is the last completed step."""
+    """Recovers a run from bad steps. Steps count from 1, and `now` is the last completed step."""
 
     def __init__(self, spec: AutopilotSpec, checkpoints: Checkpoints):
         self.spec, self.checkpoints = spec, checkpoints
@@ -72,7 +72,7 @@ class Autopilot:
             self.recovery = dataclasses.replace(spec.recovery, steps=())
 
     def observe(self, step: int, values: dict[str, Any], batch: Batch) -> None:
-        """Reads the metrics of a step and sets `action`, the recovery to carry out, or None."""
+        """Reads the metrics of a step and sets `action` to the required recovery step, or None."""
         verdict = values["verdict"]
         if verdict == guard.NO_TARGETS:
             self.spec.note("alarm", step, what=guard.VERDICTS[verdict], batch=self.spec.batch_index(step - 1))
@@ -106,8 +106,7 @@ class Autopilot:
     def act(self, now: int, state: TrainState) -> TrainState:
         """Carries out a pending action and returns the state to continue with.
 
-        Call it when the metrics of all dispatched steps have been read. Raises Rewound, or Stop (NON_FINITE) if no
-        recovery step is left.
+        Call it when the metrics of all steps have been read. Raises Rewound, or Stop(NON_FINITE) if recovery fails.
         """
         action, self.action = self.action, None
         if action is None:
@@ -123,7 +122,7 @@ class Autopilot:
         raise self.halt_error(state, no_checkpoint=action.kind == "rewind")
 
     def rewind(self, now: int, action: recovery.Action) -> None:
-        """Records the rewind and raises Rewound; returns if no checkpoint can be used."""
+        """Records a rewind and raises Rewound. Returns if there is no usable checkpoint."""
         cfg = self.spec.recovery
         before = recovery.rewind_before_step(action.first_bad, cfg.rewind_margin_steps)
         oldest = recovery.oldest_clean_step(action.first_bad, cfg.max_rewind_steps)
@@ -139,7 +138,7 @@ class Autopilot:
         raise Rewound
 
     def newest_checkpoint(self, *ranges: tuple[int, int, str | None]) -> int | None:
-        """Returns the newest checkpoint in the first range (first step, end, health) that has one, or None.
+        """Returns the newest checkpoint of the first range (first step, end, health) with a checkpoint, or None.
 
         Waits for a save in progress. If the save fails, the failure is recorded and an older checkpoint is used.
         """
@@ -150,7 +149,7 @@ class Autopilot:
         return next((step for step, (oldest, *_) in found if step is not None and step >= oldest), None)
 
     def halt_error(self, state: TrainState, no_checkpoint: bool) -> Stop:
-        """Returns the error, which names the step and the parameter with a non-finite or the largest gradient."""
+        """Returns an error that names the step and the parameter with the first non-finite or the largest gradient."""
         assert self.last_skipped is not None, "recovery acts after a bad step"
         batch, reading, verdict = self.last_skipped
         in_row, skipped = reading.skipped_in_row, len(self.state.bad)
@@ -170,7 +169,7 @@ class Autopilot:
         )
 
     def worst_gradient(self, state: TrainState, batch: Batch, step: int) -> str:
-        """Returns ', first not finite in blocks/mlp/up', or ', largest in ...'; '' if norms cannot be computed."""
+        """Returns ', first not finite in NAME' or ', largest in NAME'; '' if gradient norms are not available."""
         if self.spec.gradient_norms is None:
             return ""
         at_step = state._replace(step=scalar_like(state.step, step - 1))
@@ -179,7 +178,7 @@ class Autopilot:
         return f", first not finite in {first}" if first else f", largest in {max(norms, key=norms.__getitem__)}"
 
     def set_order(self, now: int, state: TrainState) -> TrainState:
-        """Orders the guard to apply or skip the next step as the replayed run did, in a replay."""
+        """Makes the guard apply or skip the next step as in the replayed run. No change without a replay."""
         replayed = self.spec.replayed
         if replayed is None or now >= replayed.last_step:
             return state
@@ -187,7 +186,7 @@ class Autopilot:
         return state._replace(guard=state.guard._replace(order=scalar_like(state.guard.order, order)))
 
     def replay_decisions(self, now: int, state: TrainState) -> TrainState:
-        """Applies the decisions of the replayed run after this step. Call it before a save, as in that run."""
+        """Applies the decisions that the replayed run made after this step. Call it before saving the state."""
         for cut in self.spec.replayed.cuts if self.spec.replayed else ():
             if cut.step == now + 1:
                 self.spec.note("lr_cut", cut.step, factor=cut.factor, until=cut.until)
@@ -203,10 +202,10 @@ class Autopilot:
         return "suspect" if self.last_bad > now - self.spec.guard.window_steps else "clean"
 
     def check_replicas(self, now: int, state: TrainState, saving: bool, leaving: str | None) -> None:
-        """Compares the devices' copies of the state if a comparison is due.
+        """Compares the devices' copies of the state, if a comparison is due.
 
-        Raises Rewound at the first difference, to run the same steps again. Raises Stop with SILENT_CORRUPTION if the
-        copies differ again or no checkpoint is clean, and with PREEMPTED if the process must stop now.
+        Raises Rewound at the first difference, to run the same steps again. Raises Stop(SILENT_CORRUPTION) if the
+        copies differ again or no checkpoint is clean, and Stop(PREEMPTED) if they differ while the process must stop.
         """
         monitor = self.spec.replicas
         if monitor is None or not monitor.due(now, saving) or monitor.check_agreement(now, state):
@@ -214,15 +213,15 @@ class Autopilot:
         if leaving:
             raise Stop(
                 Exit.PREEMPTED,
-                f"{leaving}: step {now} was not saved, because copies of the state differ; the same command continues "
-                "from the last checkpoint",
+                f"{leaving}: step {now} was not saved, because the devices' copies of the state differ; run the same "
+                "command again to continue from the last checkpoint",
             )
         to = self.newest_checkpoint((0, now, "clean"))
         if to is None:
             raise Stop(
                 Exit.SILENT_CORRUPTION,
-                f"after step {now} devices have different copies of the state, and no checkpoint is clean; "
-                "start a new run without the devices named above",
+                f"after step {now}, the devices' copies of the state differ, and there is no checkpoint without "
+                "recently skipped steps; start a new run without the devices named above",
             )
         self.spec.note(
             "rewind", now, to=to, batch=self.spec.batch_index(to), why="replicas", skip_batches=[], clean=None
@@ -231,7 +230,7 @@ class Autopilot:
 
 
 def cut_learning_rate(state: TrainState, cut: LrCut) -> TrainState:
-    """Returns the state with the learning rate of its next steps multiplied by the cut's factor."""
+    """Returns the state with a guard that multiplies the learning rate by cut.factor until step cut.until."""
     values = {"lr_factor": cut.factor, "cut_until": cut.until}
     fields = {name: scalar_like(getattr(state.guard, name), value) for name, value in values.items()}
     return state._replace(guard=state.guard._replace(**fields))

@@ -14,7 +14,7 @@ RecoveryStep = Literal["cut_lr", "rewind"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecoveryConfig:
-    """Settings of recovery, which starts if the guard skips too many steps. Recovery steps are recorded as events."""
+    """Settings of recovery, which starts if the guard skips too many steps. Each recovery step is an event."""
 
     steps: tuple[RecoveryStep, ...] = setting(
         ("rewind",),
@@ -97,16 +97,16 @@ class RecoveryConfig:
                 raise BadInput(f"{name}={getattr(self, name)} must be at least 0")
         if bool(self.clean_source) != bool(self.clean_steps):
             raise BadInput(
-                f"clean_source={self.clean_source!r} and clean_steps={self.clean_steps} need each other: set both or "
-                "neither"
+                f"clean_source={self.clean_source!r} and clean_steps={self.clean_steps} must be set together; set "
+                "both, or neither"
             )
         if len(set(self.steps)) < len(self.steps):
-            raise BadInput(f"steps={self.steps} has a duplicate; max_cuts and max_rewinds set how often each is used")
+            raise BadInput(f"steps={self.steps} has a duplicate; to repeat a step, set max_cuts or max_rewinds")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaConfig:
-    """Settings of the comparison of replicas, which finds silent data corruption: wrong bits in a copy of the state."""
+    """Settings of the replica comparison, which detects silent data corruption in copies of the state."""
 
     every_steps: int = setting(
         0, "steps between comparisons of all copies; they are also compared before each save; 0: never", may_change=True
@@ -124,7 +124,7 @@ class ReplicaConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LimitConfig:
-    """Limits of time and money. A run reports a forecast overrun, and can start its decay early to end in time."""
+    """Time limit and budget. A run reports an expected overrun, and can begin its decay early to end in time."""
 
     deadline: str | None = setting(
         None,
@@ -150,7 +150,7 @@ class LimitConfig:
     def __post_init__(self):
         for name in ("dollars", "chip_hour_dollars"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise BadInput(f"{name}={getattr(self, name)} must be at least 0 (0: none)")
+                raise BadInput(f"{name}={getattr(self, name)} must be finite and at least 0")
         if self.deadline is not None:
             self.ends_at(0.0)
 
@@ -160,7 +160,7 @@ class LimitConfig:
         return self.deadline is not None or self.dollars > 0
 
     def ends_at(self, first_start: float) -> float:
-        """Returns the deadline, given the first start; both in seconds since 1970. Raises BadInput if it is invalid."""
+        """Returns the deadline for a run that first started at `first_start`; both in seconds since 1970."""
         assert self.deadline is not None, "call it only if there is a deadline"
         if (seconds := seconds_of(self.deadline)) is not None:
             return first_start + seconds

@@ -10,7 +10,7 @@ EVENT_KINDS = ("resumed", "started", "skipped", "lr_cut", "rewind", "early_decay
 
 
 class LrCut(NamedTuple):
-    """A multiplication of the learning rate by `factor`, from step `step` to step `until`, inclusive."""
+    """Multiplies the learning rate by `factor` from step `step` to step `until`, inclusive."""
 
     step: int
     factor: float
@@ -18,7 +18,7 @@ class LrCut(NamedTuple):
 
 
 class EarlyDecay(NamedTuple):
-    """A decay that begins after `step` steps and ends the run after `until` steps, to stay within a limit."""
+    """A decay that begins after step `step`, and ends the run at step `until` to stay within a limit."""
 
     step: int
     until: int
@@ -53,7 +53,7 @@ class Decisions(NamedTuple):
 
     @property
     def detours(self) -> list[Detour]:
-        """Ranges of batches that have a single source, without the parts that later rewinds removed."""
+        """Ranges of batches from a single source, without the parts that later rewinds removed."""
         detours = list(self.recorded_detours)  # detours of this run's rewinds are dropped and added again below
         for rewind in self.rewinds:
             if rewind.reason == "replicas":
@@ -65,14 +65,14 @@ class Decisions(NamedTuple):
         return detours
 
     def up_to(self, step: int) -> "Decisions":
-        """Returns the decisions that apply to a run that continues from `step`, including all rewinds."""
+        """Returns the decisions up to `step`, for a run that continues from this step. Includes all rewinds."""
         skipped = tuple(number for number in self.skipped if number <= step)
         cuts = tuple(cut for cut in self.cuts if cut.step <= step + 1)  # decided before the checkpoint was saved
         decay = self.decay if self.decay and self.decay.step <= step else None  # a later decay is decided again
         return self._replace(skipped=skipped, cuts=cuts, decay=decay, pending=None)
 
     def with_recorded_detours(self, position: Mapping[str, Any] | None) -> "Decisions":
-        """Returns the decisions with the detours of a checkpoint's data position, or with none if it is None."""
+        """Returns the decisions with the detours in a checkpoint's data position, if there is a position."""
         detours = (position or {}).get("detours", ())
         return self._replace(recorded_detours=tuple((first, batches, source) for first, batches, source in detours))
 
@@ -84,7 +84,7 @@ class Decisions(NamedTuple):
 
 
 def parse_decisions(events: Iterable[dict[str, Any]]) -> Decisions:
-    """Returns the decisions in a log of events. A start from step n drops the decisions after n."""
+    """Returns the decisions in an event log. If the run restarts from step n, later decisions are dropped."""
     decisions = Decisions()
     for event in events:
         kind, step = event["event"], event["step"]

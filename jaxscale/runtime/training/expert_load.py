@@ -20,7 +20,7 @@ class ExpertLoad:
     """Token counts of a run's experts since this start."""
 
     def __init__(self, *, experts_per_token: int, first_layer: int = 0, every_steps: int = 0, total_steps: int = 0):
-        """`first_layer` is the first MoE layer; `every_steps` is the minimum interval of records, 0 for none."""
+        """`first_layer` is the first MoE layer. `every_steps` is the minimum interval between records; 0: none."""
         self.experts_per_token, self.first_layer, self.every_steps = experts_per_token, first_layer, every_steps
         self.interval = every_steps and max(1, math.ceil(total_steps / MAX_RECORDS / every_steps)) * every_steps
         self.counts_LE: np.ndarray | None = None  # summed over the steps since the last record
@@ -29,14 +29,14 @@ class ExpertLoad:
         self.steps_since_start = 0
 
     def record_due(self, step: int) -> bool:
-        """Returns True every `interval` steps, and at doubling intervals before the first of these steps."""
+        """Returns True every `interval` steps. Before the first of these, the interval doubles with each record."""
         if not self.interval:
             return False
         times, remainder = divmod(step, self.every_steps)
         return step % self.interval == 0 or step < self.interval and remainder == 0 and times & (times - 1) == 0
 
     def add_step(self, fetched: dict[str, Any]) -> dict[str, float]:
-        """Returns the metrics of a step and adds its counts to the sums. Removes used values from `fetched`."""
+        """Adds a step's counts to the sums and returns its metrics. Removes the values it uses from `fetched`."""
         counts_LE = fetched.pop(EXPERT_COUNTS).astype(np.int64)
         self.counts_LE = counts_LE if self.counts_LE is None else self.counts_LE + counts_LE
         idle_steps_LE = np.where(counts_LE > 0, 0, 1 if self.idle_steps_LE is None else self.idle_steps_LE + 1)
@@ -52,7 +52,7 @@ class ExpertLoad:
         return metrics
 
     def record(self) -> Mapping[str, Any]:
-        """Returns the counts since the last record, for experts.jsonl, and resets the sums."""
+        """Returns a record for experts.jsonl with the counts since the last record, and resets the counts."""
         assert self.counts_LE is not None, "a record is due after add_step()"
         counts = {"steps": self.steps, "first_layer": self.first_layer, "counts": self.counts_LE.tolist()}
         self.counts_LE, self.steps = np.zeros_like(self.counts_LE), 0
@@ -60,8 +60,8 @@ class ExpertLoad:
 
 
 def load_metrics(counts_LE: np.ndarray) -> dict[str, float]:
-    """Returns load balance metrics of a step: the busiest expert over the mean and the effective number of experts,
-    exp(entropy), both in the worst layer, and the number of experts without a token in all layers."""
+    """Returns load balance metrics: the ratio of maximum to mean expert load and the effective number of experts,
+    exp(entropy), each for the worst layer, and the number of experts without tokens in all layers."""
     rows_L1 = np.maximum(counts_LE.sum(axis=1, keepdims=True), 1)
     share_LE = counts_LE / rows_L1
     entropy_L = -np.sum(share_LE * np.log(np.maximum(share_LE, np.finfo(float).tiny)), axis=1)
@@ -73,9 +73,9 @@ def load_metrics(counts_LE: np.ndarray) -> dict[str, float]:
 
 
 def router_metrics(fetched: dict[str, Any], counts_LE: np.ndarray, experts_per_token: int) -> dict[str, float]:
-    """Returns the mean and minimum over layers of the router entropy per token, in nats. With router biases, also the
-    smallest spread of a token's scores, the largest range of the biases, and the largest ratio of range to spread in a
-    layer. Removes the values that it uses from `fetched`."""
+    """Returns the mean and minimum over layers of the router entropy in nats per token. With router biases, also
+    returns the minimum spread of scores, the maximum range of biases, and the maximum ratio of range to spread.
+    Removes the values it uses from `fetched`."""
     # sums over tokens of text were divided by the number of target tokens
     per_token_L = np.maximum(fetched["real_tokens"], 1) * experts_per_token / np.maximum(counts_LE.sum(axis=1), 1)
     entropy_L, scores_L = (fetched.pop(name) * per_token_L for name in (ROUTER_ENTROPY, ROUTER_SCORES))

@@ -26,7 +26,7 @@ class NumberedBatch(NamedTuple):
 class Feed:
     """Iterator over the global batches of a range of steps, with their indices. Call close() at the end.
 
-    The position depends only on the step, so no state of Grain is saved.
+    The data position depends only on the step, so the state of Grain is not saved.
     """
 
     AHEAD = 2  # one batch in use, one in transfer
@@ -43,8 +43,8 @@ class Feed:
         seq_len: int,
         transforms: Sequence[Transform] = (),
     ):
-        """`read(n, rows)` returns rows of batch n as numpy, and `batch_index(step)` returns n. `num_rows(n)` rows are
-        read, and `row_tokens(n)`, a divisor of seq_len, is the row length on the devices."""
+        """Batch n = batch_index(step) has num_rows(n) sequences of seq_len tokens, which `read(n, rows)` returns as
+        NumPy arrays. On the devices, each is split into sequences of row_tokens(n) tokens, a divisor of seq_len."""
         local = functools.cache(lambda number, length: local_rows(sharding, (number, length)))
 
         def element(i: int) -> NumberedBatch:

@@ -27,7 +27,7 @@ MIN_DECAY_STEPS = 2  # one step at the peak learning rate, one step at the end
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimeLimit:
-    """The earliest time limit of a run, resolved for this start by runtime/run/limiting.py."""
+    """The earliest time limit of a run, computed at each start by runtime/run/limiting.py."""
 
     ends_at: float  # seconds since 1970
     name: str  # 'limit.deadline=12h'
@@ -44,7 +44,7 @@ class TimeLimit:
     clock: Callable[[], float] = time.time  # seconds since 1970
 
     def line(self, decay: EarlyDecay) -> str:
-        """Returns the log line for an early decay, which states whether the decay is shortened."""
+        """Returns the log line for an early decay, including whether the decay is shortened."""
         assert self.decay_steps is not None, "no decay begins early without it"
         steps, whole = decay.until - decay.step, self.decay_steps(decay.until)
         short = "" if steps >= whole else f"; there is not enough time for the full decay of {whole} steps"
@@ -62,7 +62,7 @@ class EndForecast(NamedTuple):
 
 
 class LimitMonitor:
-    """Monitors the time limit during one start of a run, on the host only."""
+    """Monitors the time limit from one start of a run to its end. Uses no device."""
 
     def __init__(self, limit: TimeLimit):
         self.limit = limit
@@ -90,12 +90,13 @@ class LimitMonitor:
         if step > begin:
             raise Stop(
                 Exit.PEER_LOST,
-                f"all processes must decay after step {begin}, but this process is at step {step}; restart all",
+                f"all processes must begin the decay after step {begin}, but this process is at step {step}; restart "
+                "all processes",
             )
         return EarlyDecay(begin, until) if step == begin else None
 
     def decide(self, step: int) -> EarlyDecay | None:
-        """Returns the decay if it must begin now for the run to end in time. Reports a forecast overrun once."""
+        """Returns an early decay if it must begin now for the run to end in time. Reports an expected overrun once."""
         limit, now = self.limit, self.limit.clock()
         self.done_at.append(now)
         forecast = self.forecast(step)
@@ -113,9 +114,9 @@ class LimitMonitor:
         return limit.decay_steps is not None and (limit.decay_start is None or step < limit.decay_start)
 
     def forecast(self, step: int) -> EndForecast | None:
-        """Forecasts the end from the second half of the steps of this start, including pauses for saves.
+        """Forecasts the end of the run from the time of the last half of this start's steps, including saves.
 
-        Returns None before MIN_FORECAST_STEPS. The first step is excluded, since it compiles.
+        Excludes the first step, which compiles. Returns None for fewer than MIN_FORECAST_STEPS steps.
         """
         number = len(self.done_at) - 1
         if number < MIN_FORECAST_STEPS:
@@ -125,7 +126,7 @@ class LimitMonitor:
         return EndForecast(step_seconds, self.done_at[-1] + (self.limit.total_steps - step) * step_seconds)
 
     def report_overrun(self, step: int, now: float, forecast: EndForecast) -> None:
-        """Reports once that the run is going to exceed a limit, and once that it has."""
+        """Reports once that the run is expected to exceed the limit, and once that it has exceeded it."""
         limit, passed = self.limit, now > self.limit.ends_at
         if (self.reported_passed if passed else self.reported) or (passed and self.reported_passed):
             return
@@ -141,7 +142,7 @@ class LimitMonitor:
         )
 
     def latest_decay(self, step: int, now: float, step_seconds: float) -> EarlyDecay | None:
-        """Returns an early decay if waiting for another step at the peak learning rate would end the run too late."""
+        """Returns an early decay if another step at the peak learning rate would end the run too late."""
         limit = self.limit
         begin = step + (STEPS_AHEAD if limit.board else 0)
         if limit.decay_steps is None or not self.may_decay or begin < limit.warmup_steps or begin >= limit.total_steps:

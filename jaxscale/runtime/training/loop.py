@@ -75,7 +75,7 @@ class LoopSpec:
 
 @contextlib.contextmanager
 def finish_saves(checkpoints: Checkpoints, note: Note) -> Iterator[None]:
-    """Waits for the save in progress at the end of the block; raises its failure only if the block succeeded."""
+    """Waits for the save in progress when the block ends. Raises an error of the save only if the block succeeded."""
     try:
         yield
     except BaseException as error:
@@ -94,7 +94,7 @@ def finish_saves(checkpoints: Checkpoints, note: Note) -> Iterator[None]:
 def train(run: LoopSpec) -> TrainState | Rewound:
     """Trains and returns the state after the last step, or Rewound if the run must be reopened from a checkpoint.
 
-    Raises Stop with PREEMPTED after a signal, NON_FINITE after too many bad steps, or an error of saving or data.
+    Raises Stop(PREEMPTED) after a signal and Stop(NON_FINITE) after too many bad steps.
     """
     last_step = min(run.total_steps, run.stop_after or run.total_steps)
     reporter = Reporter(
@@ -110,13 +110,13 @@ def train(run: LoopSpec) -> TrainState | Rewound:
             with StopRequest(run.services.board) as stop:
                 state = step_through(run, reporter, feed, stop, last_step)
             if signal := first_stop_request(stop.requested):  # since the last step's stop_after()
-                raise Stop(Exit.PREEMPTED, f"{signal}: saved step {last_step}, the last step of this start")
+                raise Stop(Exit.PREEMPTED, f"{signal}: saved step {last_step}, the last step to run")
             with run.services.watchdog.phase("eval"):
                 run.finish(state)
         except Rewound as outcome:
             if signal := first_stop_request(stop.requested):  # would be lost with the signal handler
-                what = "the decay starts" if isinstance(outcome, Rescheduled) else "rewinding to an older step"
-                raise Stop(Exit.PREEMPTED, f"{signal}: {what}; the same command continues with that") from None
+                what = "starting the decay" if isinstance(outcome, Rescheduled) else "rewinding to an older step"
+                raise Stop(Exit.PREEMPTED, f"{signal}: stopped before {what}; run the same command again") from None
             return outcome
         finally:
             feed.close()
@@ -124,14 +124,14 @@ def train(run: LoopSpec) -> TrainState | Rewound:
 
 
 def step_through(run: LoopSpec, reporter: Reporter, feed: Feed, stop: StopRequest, last_step: int) -> TrainState:
-    """Runs the steps from run.start_step to last_step and the work that is due between them."""
+    """Runs the steps from run.start_step to last_step, with evaluations and saves when they are due."""
     state, pending, phase = run.state, None, run.services.watchdog.phase
     statistics = StatisticsRunner(run.statistics, run.statistics_every_steps, run.throughput.exclude, phase)
     pilot, monitor = Autopilot(run.pilot, run.checkpoints), None if run.limits is None else LimitMonitor(run.limits)
     compiled_shapes = set()  # batch shapes
 
     def read(pending: DispatchedStep) -> None:
-        """Fetches and reports a step's metrics; the host waits for the devices here."""
+        """Fetches and reports the metrics of a step. Blocks until the devices have computed them."""
         # the first step with a batch shape also waits for the slowest compilation of all processes
         with phase("compile" if pending.compiles else "step", pending.step):
             pilot.observe(pending.step, reporter.report(pending), pending.batch)
@@ -191,7 +191,7 @@ def poll_services(
 ) -> tuple[str | None, EarlyDecay | None]:
     """Polls saves, the lock and the board after a step.
 
-    Returns (signal if the run must stop now, decay if it must begin now), the same in every process.
+    Returns (signal to stop for, decay to begin), with None for neither. All processes get the same result.
     """
     with run.services.watchdog.phase("step", step):
         if run.services.board:
@@ -213,12 +213,12 @@ class DueWork(NamedTuple):
 
     @property
     def reads_state(self) -> bool:
-        """True if any work reads the state. The metrics of the step must then be read first."""
+        """True if any of this work reads the state, which requires that the metrics of the step are read first."""
         return bool(self.validate or self.evaluators or self.sample or self.save)
 
 
 def due_after(run: LoopSpec, step: int, last_step: int, signal: str | None) -> DueWork:
-    """Returns the work due after `step` steps, which is only a save if a signal requests a stop."""
+    """Returns the work due after `step` steps. If a signal requests a stop, only a save is due."""
     last, evaluates = step == last_step or signal is not None, signal is None
     return DueWork(
         last=last,
@@ -230,7 +230,7 @@ def due_after(run: LoopSpec, step: int, last_step: int, signal: str | None) -> D
 
 
 def first_stop_request(requested: str | None, gather: Callable[..., Any] = gathered) -> str | None:
-    """Returns the signal of the first process that received one, or None. Collective."""
+    """Returns a signal that some process has received, the same in all processes, or None. Collective."""
     return gather(next_key("leaving"), requested, made_of=lambda names: next(filter(None, names), None))
 
 
@@ -251,7 +251,7 @@ def run_due_evaluations(
 
 
 def validate(run: LoopSpec, reporter: Reporter, step: int, state: TrainState) -> dict[str, float]:
-    """Computes and writes validation metrics, if there is validation data. Raises Stop if the loss is not finite."""
+    """Computes and writes the validation metrics, if any. Raises Stop if the loss is not finite."""
     if run.evaluate is None:
         return {}
     began = time.monotonic()
@@ -264,7 +264,7 @@ def validate(run: LoopSpec, reporter: Reporter, step: int, state: TrainState) ->
 def run_evaluators(
     run: LoopSpec, reporter: Reporter, step: int, state: TrainState, evaluators: Sequence[LoopEvaluator]
 ) -> dict[str, float]:
-    """Computes and writes the metrics of these evaluators; excludes the time from throughput."""
+    """Computes and writes the metrics of these evaluators. Throughput excludes their time."""
     if not evaluators:
         return {}
     began, metrics = time.monotonic(), {}
@@ -285,7 +285,7 @@ def write_sample(run: LoopSpec, step: int, state: TrainState) -> None:
 
 
 def save(run: LoopSpec, step: int, state: TrainState, health: str, metrics: dict[str, float], last: bool) -> None:
-    """Starts a background save of the state after `step` steps. Waits for the last save, which is not retried."""
+    """Starts a background save of the state after `step` steps. If `last` is True, waits until it is complete."""
     began = time.monotonic()
     run.writer.upload_soon()  # so that a run resumed from this checkpoint has its metrics
     with run.services.watchdog.phase("save", step):
@@ -296,7 +296,7 @@ def save(run: LoopSpec, step: int, state: TrainState, health: str, metrics: dict
 def evaluate_with_ema(
     evaluate: Callable[[Any], dict[str, float]], state: TrainState, group: str = "validation"
 ) -> dict[str, float]:
-    """Returns metrics of the parameters, and of their EMA if enabled: 'validation/loss', 'validation_ema/loss'."""
+    """Returns the metrics of the parameters and, if enabled, of their EMA, named 'validation_ema/...'."""
     metrics = evaluate(state.params)
     if state.ema is None:
         return metrics

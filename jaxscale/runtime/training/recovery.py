@@ -31,10 +31,10 @@ class RecoveryState(NamedTuple):
 
 
 class Action(NamedTuple):
-    """A recovery step, for the bad steps from first_bad to last_bad.
+    """The recovery step for the bad steps from first_bad to last_bad.
 
-    cut_lr: divide the learning rate and continue. rewind: restore a checkpoint before the first bad step, and skip the
-    batches up to the last bad step. halt: no recovery step is left.
+    cut_lr: reduce the learning rate and continue. rewind: restore a checkpoint before first_bad, and skip the batches
+    up to last_bad. halt: end the run, because all recovery steps are used.
     """
 
     kind: RecoveryStep | Literal["halt"]
@@ -69,19 +69,19 @@ def rewind_before_step(first_bad: int, margin: int) -> int:
 
 
 def oldest_clean_step(first_bad: int, max_steps: int) -> int:
-    """Returns the oldest step for which a rewind prefers a clean checkpoint to a newer suspect checkpoint."""
+    """Returns the oldest step whose clean checkpoint is preferred to a newer suspect checkpoint."""
     return first_bad - max_steps if max_steps else 0
 
 
 class AlarmState(NamedTuple):
-    """The last step of each alarm, and the losses in which a plateau is detected."""
+    """The last step of each alarm, and the recent losses, from which plateaus are detected."""
 
     last: tuple[tuple[str, int], ...] = ()
     losses: tuple[float, ...] = ()
 
 
 def update_alarms(cfg: RecoveryConfig, state: AlarmState, reading: StepReading) -> tuple[AlarmState, list[str]]:
-    """Returns (new state, new alarms). An alarm changes nothing, and is reported once if it lasts for several steps."""
+    """Returns (new state, new alarms). An alarm in consecutive steps is new only in the first of them."""
     active, median = [], reading.loss_median  # 0 before the first good step
     if cfg.norm_alarm and reading.grad_norm > cfg.norm_alarm:
         active.append("norm")

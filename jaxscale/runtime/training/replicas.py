@@ -55,7 +55,7 @@ class ReplicaReport:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Ids of the devices whose copies are wrong, or may be wrong if no majority agrees."""
+        """Ids of the devices with a wrong copy or, if there is no majority, of all devices whose copies differ."""
         certain = {device for found in self.differences if found.certain for device in found.devices}
         return tuple(sorted(certain or {device for found in self.differences for device in found.devices}))
 
@@ -70,7 +70,7 @@ class ReplicaReport:
         return tuple(dict.fromkeys(found.leaf for found in self.differences))
 
     def __str__(self) -> str:
-        """Returns 'device 5 (...) has different bits in params/head than the other copies', or that all are equal."""
+        """Returns 'all copies are equal', or names the devices and the arrays in which their copies differ."""
         if self.same:
             return "all copies are equal"
         names = ", ".join(f"device {device} ({self.descriptions[device]})" for device in self.devices)
@@ -92,7 +92,7 @@ class ReplicaCoverage:
     regathered: bool = False  # True if each step gathers parameters from the shards that are updated (ZeRO-1, ZeRO-2)
 
     def __str__(self) -> str:
-        """Describes how much of the state has replicas, and whether a wrong copy can be identified."""
+        """Describes which part of the state has replicas, and whether a wrong copy can be identified."""
         if not self.copied_bytes:
             return "each part of the state is on one device only: there are no copies to compare"
         share = self.copied_bytes / self.total_bytes
@@ -123,8 +123,8 @@ def replica_coverage(abstract_state: Any, rules: Rules) -> ReplicaCoverage:
 def make_replica_check(mesh: Mesh, abstract_state: Any) -> Callable[[Any], ReplicaReport]:
     """Returns a function state -> ReplicaReport that compares all copies bit by bit.
 
-    Each device computes a fingerprint of its shard of every replicated array; one uint32 per array is communicated. The
-    state is not changed or donated. The report is the same in all processes. Compiles at the first call.
+    Each device computes the fingerprint, a uint32, of its shard of every replicated array. All processes get the same
+    report. The state is not donated. Compiles at the first call.
     """
     leaves = {name: leaf for name, leaf in named_leaves(abstract_state).items()}
     groups = {name: [ids for ids in shard_devices(leaf).values() if len(ids) > 1] for name, leaf in leaves.items()}
@@ -159,7 +159,7 @@ def make_replica_check(mesh: Mesh, abstract_state: Any) -> Callable[[Any], Repli
 
 
 def find_difference(leaf: str, fingerprints: dict[int, int]) -> ReplicaDifference | None:
-    """Returns the devices whose fingerprints differ from the majority; None if all agree."""
+    """Returns the devices whose fingerprints differ from the majority, or None if all are equal."""
     counts = Counter(fingerprints.values())
     if len(counts) == 1:
         return None
@@ -179,7 +179,7 @@ def shard_devices(leaf: Any) -> dict[tuple, list[int]]:
 
 
 class ReplicaMonitor:
-    """Compares the copies, and remembers a difference while the run repeats its steps."""
+    """Compares the copies of the state. After a difference, compares them again when the run has repeated the steps."""
 
     def __init__(
         self,
@@ -194,15 +194,15 @@ class ReplicaMonitor:
         self.passing: Counter[int] = Counter()  # number of transient faults by device
 
     def due(self, step: int, saving: bool) -> bool:
-        """Returns True if the copies must be compared after `step` steps. They are always compared before a save."""
+        """Returns True if the copies must be compared after `step` steps. Each save requires a comparison."""
         every = self.cfg.every_steps
         return every > 0 and (saving or step % every == 0 or step == self.suspected)
 
     def check_agreement(self, step: int, state: Any) -> bool:
         """Returns True if all copies of the state agree. If not, the caller rewinds and runs the steps again.
 
-        The result is the same in all processes. Raises Stop (SILENT_CORRUPTION), which names the device, if the copies
-        differ again or if a device has had too many transient faults.
+        The result is the same in all processes. Raises Stop(SILENT_CORRUPTION) with the device if the copies differ
+        again, or if a device has had too many transient faults.
         """
         report = self.check(state)
         if report.same:
@@ -228,8 +228,8 @@ class ReplicaMonitor:
         self.log(step, "lasting", f"{report}: {reason}", report)
         raise Stop(
             Exit.SILENT_CORRUPTION,
-            f"after step {step} {report}, {reason}; remove the device's machine from the run and run the same "
-            "command again: the checkpoints were saved from equal copies",
+            f"after step {step}, {report}, {reason}; run the same command again without the device's machine; the "
+            "checkpoints are valid, because they were saved from equal copies",
         )
 
     def log(self, step: int, verdict: str, text: str, report: ReplicaReport | None = None) -> None:
@@ -242,8 +242,8 @@ class ReplicaMonitor:
 def flip_bit(state: Any, device: int, *, leaf: str | None = None, bit: int = 7) -> Any:
     """Returns the state with one bit flipped in one device's shard of a leaf, to simulate a memory fault.
 
-    `leaf` is the name of an array; the default is the first parameter with replicas, or else the first parameter. `bit`
-    counts from the lowest bit of the first byte, modulo the number of bits in the shard.
+    By default, `leaf` is the first parameter with replicas, or else the first parameter. `bit` is an index that counts
+    from the lowest bit of the first byte, modulo the number of bits in the shard.
     """
     leaves = named_leaves(state)
     names = [name for name in leaves if name.startswith("params/")]
@@ -265,12 +265,12 @@ def flip_bit(state: Any, device: int, *, leaf: str | None = None, bit: int = 7) 
 
 
 def replica_devices(array: jax.Array, device: int) -> list[int]:
-    """Returns the ids of all devices with the same shard of the array as `device`."""
+    """Returns the ids of all devices, including `device`, that have the same shard of the array."""
     return next((ids for ids in shard_devices(array).values() if device in ids), [])
 
 
 def flip_bits(train_step: TrainStep, start_step: int) -> TrainStep:
-    """Wraps a train step to flip the bits that JAXSCALE_FLIP_BIT requests. The first call is for start_step."""
+    """Wraps a train step to flip the bits that JAXSCALE_FLIP_BIT requests. Calls count from start_step."""
     if faults.flipped_bit() is None:
         return train_step
     steps = itertools.count(start_step)

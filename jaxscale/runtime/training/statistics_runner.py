@@ -14,10 +14,10 @@ from jaxscale.core.statistics import ZERO_GRAD, Statistics, StatisticsStep
 
 
 def flatten_statistics(statistics: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Returns {'stats/activation_rms/00': number, ..., 'stats/grad_norm/embedding': number} of fetched Statistics.
+    """Returns Statistics as metrics {'stats/activation_rms/00': number, 'stats/grad_norm/embedding': number, ...}.
 
-    Layer indices are zero-padded to two digits or more, so that names sort by layer. ZERO_GRAD has only parameters
-    whose gradient is zero: 'stats/zero_grad/blocks/1/mlp/up' is 1.0.
+    Layer indices are zero-padded, so that names sort by layer. For ZERO_GRAD, only parameters with a zero gradient
+    have a metric, such as 'stats/zero_grad/blocks/1/mlp/up', whose value is 1.0.
     """
     zero = statistics.get(ZERO_GRAD, {})
     statistics = {name: parts for name, parts in statistics.items() if name != ZERO_GRAD}
@@ -37,7 +37,7 @@ def flatten_statistics(statistics: Mapping[str, Mapping[str, Any]]) -> dict[str,
 
 
 def flagged_paths(path: str, flags: np.ndarray) -> list[str]:
-    """Returns the path if its flag is set; for a stacked parameter, the path of each layer whose flag is set."""
+    """Returns the path of a parameter if its flag is set. For stacked parameters, returns a path per flagged layer."""
     if not flags.ndim:
         return [path] * bool(flags)
     stack, _, name = path.partition("/")
@@ -45,7 +45,7 @@ def flagged_paths(path: str, flags: np.ndarray) -> list[str]:
 
 
 class StatisticsRunner:
-    """Runs the statistics program when it is due, and excludes its time from the throughput."""
+    """Runs the statistics program at its interval. Throughput excludes its time."""
 
     def __init__(
         self, step: StatisticsStep | None, every_steps: int, exclude: Callable[[float], None], phase: Callable
@@ -54,7 +54,7 @@ class StatisticsRunner:
         self.step, self.every_steps, self.exclude, self.phase = step, every_steps, exclude, phase
 
     def dispatch(self, step: int, state: TrainState, batch: Batch) -> Statistics | None:
-        """Dispatches the program if statistics of this step are due; the first call compiles.
+        """Dispatches the program if the statistics of this step are due. Compiles at the first call.
 
         Call it before the training step, which donates the state.
         """
@@ -64,7 +64,7 @@ class StatisticsRunner:
             return self.step(state, batch)
 
     def fetch(self, step: int, statistics: Statistics | None) -> dict[str, float]:
-        """Returns metrics by name, or {} if they were not due. Blocks until they are computed.
+        """Returns the statistics as metrics, or {} if none were due. Blocks until they are computed.
 
         Call it when the previous step has finished, so that only the time of the statistics is excluded.
         """

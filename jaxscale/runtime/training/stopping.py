@@ -25,8 +25,8 @@ STEPS_AHEAD = 2
 def raise_on_sigterm() -> Iterator[None]:
     """Raises Terminated in the block on SIGTERM, so that the lock is released and exporters are stopped.
 
-    Used before the first step and after the last; StopRequest handles signals in between. A second signal ends the
-    process at once.
+    Used before the first step and after the last step. Between them, StopRequest handles signals. A second signal
+    ends the process at once.
     """
 
     def handle(number: int, frame: types.FrameType | None) -> None:
@@ -41,12 +41,12 @@ def raise_on_sigterm() -> Iterator[None]:
 
 
 class StopRequest:
-    """Context manager that records the first signal; `requested` is the signal's name, or None."""
+    """Context manager that records the first signal. `requested` is the name of the signal, or None."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self, board: Board | None = None):
-        """`board` is shared by all processes and refreshed before each stop_after(); None for a single process."""
+        """`board` is shared by all processes, or None for a single process. Refresh it before stop_after()."""
         self.board = board
         self.requested: str | None = None
         self.posted = self.signalled = False
@@ -64,7 +64,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def stop_after(self, step: int) -> str | None:
-        """Returns the signal if the run must save and stop after `step` steps, or None; the same in every process.
+        """Returns the signal if the run must save and stop after `step` steps, or None; the same in all processes.
 
         Call it after each step, when the metrics of the previous step have been read.
         """
@@ -79,18 +79,19 @@ class StopRequest:
         last, _, name = line.partition(" ")
         if step > int(last):
             raise Stop(
-                Exit.PEER_LOST, f"all processes must stop after step {last}, but this one is at {step}; restart all"
+                Exit.PEER_LOST,
+                f"all processes must stop after step {last}, but this process is at step {step}; restart all processes",
             )
         return name if step == int(last) else None
 
     def request(self, reason: str) -> None:
-        """Requests that the loop saves and stops. May be called from any thread."""
+        """Requests that the loop save and stop. Can be called from any thread."""
         self.requested = self.requested or reason
 
     def handle_signal(self, number: int, frame: types.FrameType | None) -> None:
-        """Signal handler. A second signal restores the default action and is raised again.
+        """Handles a signal. A second signal restores the default action and is sent again.
 
-        A notice of the cloud does not count as the first signal, because its save is in progress.
+        A preemption notice from the cloud does not count as the first signal, because its save is in progress.
         """
         if self.signalled:
             signal.signal(number, signal.SIG_DFL)

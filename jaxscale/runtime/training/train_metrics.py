@@ -43,7 +43,7 @@ class Reporter(NamedTuple):
     experts: ExpertLoad | None = None  # for an MoE model
 
     def report(self, pending: DispatchedStep) -> dict[str, Any]:
-        """Fetches the metrics of a step, adds them to the sums, and writes them if they are due."""
+        """Fetches the metrics of a step, updates the totals, and writes the metrics if they are due."""
         step = pending.step
         fetched = jax.device_get(pending.metrics)
         tokens_hash = format_hash(fetched.pop("tokens_seen"))
@@ -85,14 +85,14 @@ class Reporter(NamedTuple):
         return scalars
 
     def validation(self, step: int, metrics: dict[str, float], seconds: float) -> None:
-        """Writes validation metrics; excludes the time from throughput. Raises Stop if the loss is not finite."""
+        """Writes validation metrics. Throughput excludes their time. Raises Stop if the loss is not finite."""
         self.writer.write(step, metrics | {"validation_seconds": seconds})
         self.throughput.exclude(seconds)
         if not math.isfinite(metrics.get("validation/loss", 0.0)):
             raise Stop(
                 Exit.NON_FINITE,
-                f"the validation loss at step {step} is {metrics['validation/loss']}: a model with a "
-                "non-finite loss is not saved; lower optim.peak_lr, or set model.embed_compute_dtype=float32",
+                f"the validation loss at step {step} is {metrics['validation/loss']}, so the model was not "
+                "saved; lower optim.peak_lr, or set model.embed_compute_dtype=float32",
             )
 
     def evaluation(self, step: int, metrics: dict[str, float], seconds: float) -> None:
@@ -102,7 +102,7 @@ class Reporter(NamedTuple):
 
 
 def source_losses(names: Sequence[str], fetched: dict[str, Any]) -> dict[str, float]:
-    """Returns {'NAME/loss': nats per token} for the sources with tokens in the step. Removes them from `fetched`."""
+    """Removes the sums of sources from `fetched`, and returns {'NAME/loss': nats per token} for those with tokens."""
     if "source_nats" not in fetched:
         return {}
     sums = zip(names, fetched.pop("source_nats").tolist(), fetched.pop("source_tokens").tolist())

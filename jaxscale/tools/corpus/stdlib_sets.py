@@ -52,7 +52,7 @@ def main(arguments: Arguments) -> None:
 
 
 def write_sets(folder: pathlib.Path, most_bytes: int | None = None) -> dict[str, int]:
-    """Writes the four files and returns {name: lines}. Raises BadInput if there is too little source."""
+    """Writes the four files and returns {name: lines}. Raises BadInput if there are too few modules."""
     sources = read_sources(most_bytes)
     train = {name: text for name, text in sources.items() if not is_validation(name)}
     validation = {name: text for name, text in sources.items() if is_validation(name)}
@@ -77,7 +77,7 @@ def write_sets(folder: pathlib.Path, most_bytes: int | None = None) -> dict[str,
 
 
 def read_sources(most_bytes: int | None) -> dict[str, str]:
-    """Returns {module: source} for modules in pseudorandom order, up to a total of `most_bytes`."""
+    """Returns {module: source} for a pseudorandom selection of modules of at most `most_bytes` in total."""
     found, size = {}, 0
     for file in sorted(stdlib_files(), key=lambda file: digest(file.name)):
         try:
@@ -103,7 +103,7 @@ def digest(name: str) -> str:
 
 
 def documented_names(module: str, source: str) -> Iterator[tuple[str, str]]:
-    """Yields (name, docstring's first line) of public functions, classes and methods, if its length is suitable."""
+    """Yields (name, first docstring line) of public functions, classes and methods with lines of suitable length."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # old sources have invalid escape sequences
         try:

@@ -66,25 +66,25 @@ class AdapterConfig:
 
 
 def read(values: Mapping[str, Any]) -> AdapterConfig:
-    """Parses the JSON object of the file. Raises BadInput for invalid and unsupported values."""
+    """Parses the JSON object in adapter_config.json. Raises BadInput for invalid or unsupported values."""
     for key, allowed in ALLOWED.items():
         if key in values and values[key] not in allowed:
             known = " or ".join(repr(value) for value in allowed)
             raise BadInput(f"{FILE}: {key}={short(values[key])} is not supported; supported: {known}")
     for key, value in values.items():
         if key not in READ | WITHOUT_EFFECT and value not in (None, False, "", [], {}, ()):
-            raise BadInput(f"{FILE}: {key}={short(value)} is not supported; use PEFT's merge_and_unload")
+            raise BadInput(f"{FILE}: {key}={short(value)} is not supported; merge the adapter with PEFT")
     rank, alpha = values.get("r", 8), values.get("lora_alpha", 8)
     ranks, alphas = values.get("rank_pattern") or {}, values.get("alpha_pattern") or {}
     for key, table in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
         if not isinstance(table, dict):
-            raise BadInput(f"{FILE}: {key} must map patterns to numbers; fetch it again")
+            raise BadInput(f"{FILE}: {key} must map patterns to numbers; download the file again")
     for value in (rank, *ranks.values()):
         if type(value) is not int or value < 1:
-            raise BadInput(f"{FILE}: rank {short(value)} must be an integer, 1 or more")
+            raise BadInput(f"{FILE}: rank {short(value)} must be a positive integer")
     for value in (alpha, *alphas.values()):
         if type(value) not in (int, float) or not abs(value) <= LARGEST:  # also rejects NaN
-            raise BadInput(f"{FILE}: alpha {short(value)} must be a number of at most {LARGEST:.2e}")
+            raise BadInput(f"{FILE}: alpha {short(value)} must be a number whose magnitude is at most {LARGEST:.2e}")
     base, targets = values.get("base_model_name_or_path"), modules(values, "target_modules")
     base = base if isinstance(base, str) and base else None
     exclude, rslora = modules(values, "exclude_modules"), values.get("use_rslora") is True
@@ -94,12 +94,12 @@ def read(values: Mapping[str, Any]) -> AdapterConfig:
 
 
 def modules(values: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
-    """Returns a pattern or a tuple of names, or () if the key is absent."""
+    """Returns the pattern or the module names in values[key], or () if the key is absent."""
     value = values.get(key)
     if value is None or isinstance(value, str):
         return value or ()
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise BadInput(f"{FILE}: {key} must be a pattern or a list of names; fetch it again")
+        raise BadInput(f"{FILE}: {key} must be a pattern or a list of names; download the file again")
     return tuple(value)
 
 
@@ -110,7 +110,7 @@ def check_pattern(pattern: str) -> None:
     is_long = len(pattern) > LONGEST_PATTERN or repeats > MOST_REPEATS
     if is_long or ENDLESS.search(bare) or count_alternatives(bare) > MOST_WAYS:
         raise BadInput(
-            f"{FILE}: the pattern {pattern[:80]!r} may take unbounded time to match; list the module names instead"
+            f"{FILE}: the pattern {pattern[:80]!r} can take very long to match; list the module names instead"
         )
     try:
         re.compile(pattern)
@@ -119,7 +119,7 @@ def check_pattern(pattern: str) -> None:
 
 
 def count_alternatives(bare: str) -> int:
-    """Returns an upper bound on the combinations of alternatives in groups. bare: pattern without escapes."""
+    """Returns an upper bound on the number of combinations of alternatives. bare: pattern without escapes."""
     total, choices = 1, [1]
     for character in bare:
         if character == "(":
@@ -146,7 +146,7 @@ def first_match(table: Mapping[str, Any], module: str, usual: Any) -> Any:
 def write(
     rank: int, alpha: float, names: Sequence[str], base: str | None, joint: Mapping[str, int], transposed: bool
 ) -> dict[str, Any]:
-    """Returns the JSON object. joint: {module: number of leaves}. transposed: True if matrices are [out, in]."""
+    """Returns the JSON object of the file. joint: {module: leaves per matrix}. transposed: matrices are [out, in]."""
     several = {name: count for name, count in joint.items() if count > 1}
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,

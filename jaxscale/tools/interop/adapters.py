@@ -45,7 +45,7 @@ class Adapter:
 
     @property
     def identity(self) -> str:
-        """The sha256 of the config and of each tensor's file, version and offset."""
+        """SHA-256 of the config, and of the file, file version and offset of each tensor."""
         located = [[t.name, t.file.name, t.file.size, t.file.version, t.start] for t in self.tensors.values()]
         return hashlib.sha256(repr((self.config, sorted(located))).encode()).hexdigest()
 
@@ -59,7 +59,7 @@ def open_adapter(name: str) -> Adapter | None:
     config = adapter_config.read(read_object(folder, adapter_config.FILE, files))
     if WEIGHTS not in files:
         pickled = next((file for file in files if file.startswith("adapter_model") and file.endswith(PICKLED)), None)
-        fix = f"{pickled} is a pickle, which is never read; save it again with a newer PEFT" if pickled else "fetch it"
+        fix = f"{pickled} is a pickle, which is never read; save it with a newer PEFT" if pickled else "download it"
         raise BadInput(f"--from={name} has no {WEIGHTS}; {fix}")
     return Adapter(folder, config, tensors_of(folder, WEIGHTS), files)
 
@@ -81,18 +81,18 @@ def match_adapter(
     known = {f"{PEFT_PREFIX}{module}{ending}" for module in found for ending in (A_SUFFIX, B_SUFFIX)}
     where, head_copy = adapter.folder / WEIGHTS, f"{PEFT_PREFIX}{HEAD}{BASE_SUFFIX}"
     if missing := sorted(known - names):
-        raise BadInput(f"{where} has no {first_names(missing)}; fetch it again")
+        raise BadInput(f"{where} has no {first_names(missing)}; download the file again")
     if HEAD in found and head_copy in names:
         known.add(head_copy)
         if not same_bytes(base[f"{HEAD}.weight"], adapter.tensors[head_copy]):
             raise BadInput(
-                f"{where}: {head_copy} differs from {HEAD}.weight of the base model; give the base model with "
-                "which the adapter was trained"
+                f"{where}: {head_copy} differs from {HEAD}.weight of the base model; set --base to the model "
+                "that the adapter was trained with"
             )
     module_of = lambda name: name.removeprefix(PEFT_PREFIX).removesuffix(A_SUFFIX).removesuffix(B_SUFFIX)
     if others := {name for name in names - known if not matches_any(f"{module_of(name)}.weight", family.left_out)}:
         raise BadInput(
-            f"{where} has {first_names(sorted(others))}, which are not LoRA matrices of a "
+            f"{where} has {first_names(sorted(others))}, which are not LoRA matrices of model type "
             f"{family.model_type}; if PEFT can read the adapter, merge it with merge_and_unload"
         )
     for module in modules:
@@ -100,14 +100,14 @@ def match_adapter(
             presence = "has tensors of" if module in found else "has no tensors of"
             raise BadInput(f"{where} {presence} {module}, which contradicts target_modules in {adapter_config.FILE}")
     if not found:
-        raise BadInput(f"{where} has no LoRA matrices")
+        raise BadInput(f"{where} has no LoRA matrices; download the file again")
     for module, pair in found.items():
         rank, outs, ins = adapter.config.rank_of(module), *out_in_dims(pair)
         for ending, shape in ((A_SUFFIX, (rank, ins)), (B_SUFFIX, (outs, rank))):
             if (hf_name := adapter.tensors[f"{PEFT_PREFIX}{module}{ending}"].shape) != shape:
                 raise BadInput(
                     f"{where}: {module}{ending} has shape {list(hf_name)}, but {adapter_config.FILE} and the base "
-                    f"model require {list(shape)}; give the base model of this adapter as --base"
+                    f"model require {list(shape)}; set --base to the base model of this adapter"
                 )
     return found
 
@@ -134,7 +134,7 @@ class Merged(Tensor):
     transposed: bool
 
     def read(self) -> np.ndarray:
-        """Returns W + scale B A, computed in float64 in blocks of rows and rounded once."""
+        """Returns W + scale * B @ A, computed in float64 in blocks of rows and rounded once."""
         merged, a, b = super().read().astype(np.float32), self.a.read(), self.b.read()
         w_OI = merged if self.transposed else merged.T
         a, b = a.astype(np.float64), b.astype(np.float64)
@@ -169,7 +169,7 @@ class FusedAdapterPair(TensorPair):
         return tuple(tensor.T.reshape(shape) for shape in self.leaf_shapes)
 
     def to_hf(self, leaves: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns the A of all leaves concatenated along the rank, or a block-diagonal matrix of their B."""
+        """Returns A of all leaves, concatenated along the rank, or B of all leaves as a block-diagonal matrix."""
         if self.row.hf_name == A_SUFFIX:
             return np.concatenate([leaf.reshape(-1, leaf.shape[-1]).T for leaf in leaves])
         out = np.zeros(self.hf_shape, leaves[0].dtype)
@@ -181,7 +181,7 @@ class FusedAdapterPair(TensorPair):
 
 
 def adapter_pairs(module: str, pair: TensorPair, rank: int, out: bool = False) -> list[TensorPair]:
-    """Returns the pairs for A and B of a weight. out: True for an export, which stacks the A of fused leaves."""
+    """Returns the tensor pairs of A and B of a weight. out: True for an export, which stacks A of all fused leaves."""
     count, (outs, ins) = pair.row.inputs, out_in_dims(pair)
     several = len(pair.leaves) > 1
     hf_name = rank * len(pair.leaves) if several and out else rank
@@ -202,18 +202,18 @@ def adapter_pairs(module: str, pair: TensorPair, rank: int, out: bool = False) -
 def run_from_adapter(
     adapter: Adapter, found: Mapping[str, TensorPair], cfg: AnyModelConfig
 ) -> tuple[LoraConfig, list[TensorPair]]:
-    """Returns the settings and tensors of a LoRA run that continues an adapter. Raises BadInput if unsupported."""
+    """Returns settings and tensors of a LoRA run that continues an adapter. Raises BadInput if that is impossible."""
     scales = {(adapter.config.rank_of(module), adapter.config.scale_of(module)) for module in found}
     where = f"--adapter: {adapter.folder}"
-    fix = "but a LoRA run has one rank and scale, and adapts a matrix in all layers; merge it instead"
+    fix = "but a LoRA run has one rank and scale and adapts the same matrices in all layers; omit --adapter to merge it"
     if len(scales) > 1:
         raise BadInput(f"{where} has several ranks or scales, {fix}")
     ((rank, scale),) = scales
     if any(pair.expert is not None for pair in found.values()):
-        raise BadInput(f"{where} adapts experts, which a run cannot train; merge it instead")
+        raise BadInput(f"{where} adapts experts, which a LoRA run cannot train; omit --adapter to merge it")
     for name, number in collections.Counter(strip_layer(pair.leaves[0]) for pair in found.values()).items():
         if not name.startswith("blocks/"):
-            raise BadInput(f"{where} adapts {name}, but a LoRA run adapts only the blocks; merge it instead")
+            raise BadInput(f"{where} adapts {name}, but a LoRA run adapts only blocks; omit --adapter to merge it")
         if number != cfg.num_layers:
             raise BadInput(f"{where} adapts {name} in {number} of {cfg.num_layers} layers, {fix}")
     pairs = [one for module, pair in found.items() for one in adapter_pairs(module, pair, rank)]
@@ -230,7 +230,7 @@ def strip_layer(name: str) -> str:
 def adapter_of_run(
     family: HfFamily, cfg: AnyModelConfig, lora: LoraConfig, has: Callable[[str], bool], base: str | None
 ) -> tuple[list[TensorPair], dict[str, Any]]:
-    """Returns (tensor pairs, adapter_config.json) of a LoRA run. has: returns True if a leaf is saved."""
+    """Returns (tensor pairs, adapter_config.json) of a LoRA run. has: returns True if the checkpoint has a leaf."""
     pairs, joint, transposed = [], {}, True
     for module, pair in linear_modules(family, cfg, family.prefixes[0]).items():
         adapted = [name for name in pair.leaves if has(name + A)]
@@ -238,20 +238,20 @@ def adapter_of_run(
             continue
         if pair.expert is not None:
             raise BadInput(
-                f"{adapted[0]} is an adapter of experts, which cannot be exported separately: PEFT's names for fused "
+                f"{adapted[0]} has an adapter, but adapters of experts cannot be exported, as PEFT's names for fused "
                 "experts depend on its version; merge it with jaxscale ckpt merge_lora and export the result"
             )
         if len(adapted) < len(pair.leaves):
             raise BadInput(
                 f"{adapted[0]} has an adapter, but other matrices of {module} do not, which PEFT cannot represent; "
-                "merge the adapters"
+                "merge them with jaxscale ckpt merge_lora and export the result"
             )
         pairs += adapter_pairs(module, pair, lora.rank, out=True)
         joint[".".join(module.split(".")[-2:])] = len(pair.leaves)
         transposed = pair.row.transposed
     if pairs and len(cfg.layer_stacks) > 1:
         raise BadInput(
-            "the first layers have no experts and no adapters, but target_modules would include them; merge the "
+            "the layers without experts have no adapters, but target_modules of PEFT cannot exclude them; merge the "
             "adapters with jaxscale ckpt merge_lora and export the result"
         )
     return pairs, adapter_config.write(lora.rank, lora.alpha, list(joint), base, joint, transposed)
@@ -261,17 +261,17 @@ def base_model_folder(adapter: Adapter, given: str | None) -> str:
     """Returns the folder of an adapter's base model. Raises BadInput if it is unknown, ambiguous or not local."""
     base = given or adapter.config.base
     if base is None:
-        raise BadInput(f"{adapter.folder} is an adapter without the name of its base model; give --base=FOLDER")
+        raise BadInput(f"the adapter in {adapter.folder} does not name its base model; set --base=FOLDER")
     model = next((name for name in (hf_checkpoint.WEIGHTS, hf_checkpoint.INDEX) if name in adapter.files), None)
     ambiguous = given is None and model and hf_checkpoint.CONFIG in adapter.files
     if ambiguous and paths.absolute(base) != paths.absolute(adapter.folder):
         raise BadInput(
             f"the adapter in {adapter.folder} is for {base[:200]}, but its folder also has {model}: transformers 5 "
-            f"applies it to {model}, transformers 4 and PEFT to {base[:200]}; give --base=FOLDER"
+            f"applies it to {model}, but transformers 4 and PEFT to {base[:200]}; select one with --base=FOLDER"
         )
     if given is None and (paths.is_remote(base) or not paths.as_path(base).is_dir()):
-        fetched = f"--base={base[:200]}, which fetches it from the Hub, or " if HUB_NAME.fullmatch(base) else ""
+        fetched = f"--base={base[:200]} to download it, or " if HUB_NAME.fullmatch(base) else ""
         raise BadInput(
-            f"{adapter.folder} is an adapter of {base[:200]}, which is not a local folder; give {fetched}--base=FOLDER"
+            f"{adapter.folder} is an adapter of {base[:200]}, which is not a local folder; set {fetched}--base=FOLDER"
         )
     return base

@@ -32,10 +32,10 @@ def array_shapes(pairs: Sequence[TensorPair]) -> dict[str, tuple[int, ...]]:
 
 
 def leading_chunk_shape(pair: TensorPair, leading: Sequence[int]) -> tuple[int, ...]:
-    """Returns the number of layers (and experts) per chunk, which is 1 if a layer or expert spans several chunks.
+    """Returns the number of layers (and experts) in a chunk. It is 1 if a layer or expert is larger than a chunk.
 
-    leading: sizes of the axes of layers (and experts). Experts are halved, as meshes divide them. A chunk with several
-    layers includes all their experts.
+    leading: number of layers (and experts). The number of experts is halved until they fit, as meshes divide it.
+    A chunk with several layers has all experts of these layers.
     """
     largest = max(math.prod(shape) for shape in pair.leaf_shapes) * PARAM_DTYPE.itemsize
     room = max(1, CHUNK_BYTES // max(largest, 1))
@@ -62,7 +62,7 @@ def chunk_shapes(pairs: Sequence[TensorPair]) -> dict[str, tuple[int, ...]]:
 
 
 def plan_units(pairs: Sequence[TensorPair]) -> dict[str, list[TensorPair]]:
-    """Returns {name in the journal: pairs in the same chunks}. These pairs are read, written and recorded together."""
+    """Returns {unit name in the journal: pairs that share chunks}. The pairs of a unit are read and saved together."""
     rows: dict[tuple[str, ...], dict[tuple[int, ...], TensorPair]] = {}
     for pair in pairs:
         rows.setdefault(pair.leaves, {})[pair.place] = pair
@@ -84,14 +84,14 @@ def check_tensors(pairs: Sequence[TensorPair], tensors: Mapping[str, Tensor]) ->
         if tensor.shape != pair.hf_shape:
             raise BadInput(
                 f"{where} has shape {list(tensor.shape)}, but config.json requires {list(pair.hf_shape)}; "
-                "they are from different models: fetch both again"
+                "they are from different models: download both again"
             )
         if tensor.dtype_name not in DTYPES:
             raise BadInput(f"{where} is {tensor.dtype_name}; {conversion_hint(tensor.dtype_name)}")
 
 
 def contiguous(values: np.ndarray) -> np.ndarray:
-    """Returns a C-contiguous array. Transposed arrays are copied in tiles, because numpy's copy misses the cache."""
+    """Returns a C-contiguous array. Copies transposed arrays in tiles, since numpy's copy has many cache misses."""
     if values.flags.c_contiguous:
         return values
     fastest, last = min(range(values.ndim), key=lambda axis: (abs(values.strides[axis]), -axis)), values.ndim - 1

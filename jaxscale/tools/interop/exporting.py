@@ -60,7 +60,7 @@ class ExportSource:
 
     @property
     def run(self) -> Mapping[str, Any]:
-        """The part of the step's record about the run."""
+        """The "run" entry of the step's metadata."""
         return self.record["run"]
 
     @functools.cached_property
@@ -86,24 +86,24 @@ def open_step(
     adapter: bool = False,
     base: str | None = None,
 ) -> tuple[int, ExportSource]:
-    """Returns (step, source) of `step` or the newest step. adapter: export only LoRA adapters, of the model `base`."""
+    """Returns (step, source). step: None for the newest. adapter: export only LoRA adapters, of the model `base`."""
     steps = checkpoints.all_steps()
     if not steps:
         raise BadInput(f"{checkpoints.directory.parent} has no checkpoint; give the work folder of a run")
     if step is not None and step not in steps:
-        raise BadInput(f"--step={step} does not exist; the steps are {', '.join(map(str, steps))}")
+        raise BadInput(f"--step={step} does not exist; available steps: {', '.join(map(str, steps))}")
     step = newest_readable_step(checkpoints, print_stderr) if step is None else step
     assert step is not None, "with steps, newest_readable_step returns one or raises"
     record = checkpoints.read_record(step)
     checkpoints.log_changed_files(step, print_stderr, small=True)
     values = record["run"].get("config", {}).get("model")
     if values is None:
-        raise BadInput(f"step {step} has no model config; it was not saved by a training run")
+        raise BadInput(f"step {step} has no model config, so it is not from training; export another step")
     lora = schema.convert(record["run"]["config"].get("lora") or {}, LoraConfig, "lora")
     if lora.on and not adapter:
         raise BadInput(
-            f"step {step} has LoRA adapters next to its weights, but other tools would read only the weights; merge "
-            f"them with jaxscale ckpt merge_lora --workdir={checkpoints.directory.parent} --to=FOLDER and export the "
+            f"step {step} has LoRA adapters, which other tools would ignore; merge the adapters "
+            f"with jaxscale ckpt merge_lora --workdir={checkpoints.directory.parent} --to=FOLDER and export the "
             "result, or export only the adapters for PEFT with --adapter"
         )
     cfg = with_static_rope(schema.convert(values, AnyModelConfig, "model"))
@@ -113,12 +113,12 @@ def open_step(
     folder = checkpoints.directory / str(step)
     if adapter:
         if not lora.on:
-            fix = "omit it, or give a run with lora.rank above 0"
-            raise BadInput(f"--adapter: step {step} has no adapters; {fix}")
+            fix = "omit --adapter, or export a run with lora.rank above 0"
+            raise BadInput(f"step {step} has no LoRA adapters; {fix}")
         has = weight_leaves(record["leaves"], what).__contains__
         pairs, config = adapters.adapter_of_run(family, cfg, lora, has, base or origin.get("from"))
         if not pairs:
-            raise BadInput(f"step {step} has no {what} of its adapters{MISSING_HINTS[what]}")
+            raise BadInput(f"step {step} has no {what} for its adapters{MISSING_HINTS[what]}")
         return step, ExportSource(folder, record, cfg, family, tuple(pairs), what, config)
     pairs = tuple(families.tensors(family, cfg))
     check_leaves(record, array_shapes(pairs) | families.untracked_leaves(cfg), what, step)
@@ -127,7 +127,7 @@ def open_step(
 
 
 def hf_origin(run: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the record (model_type, kept) of the Hugging Face model that a run's weights come from, or {}."""
+    """Returns the record of the Hugging Face model that a run started from (model_type, kept), or {}."""
     origins = (run.get("converted") or {}, *(run.get("ancestry") or ()))
     return next((one for one in origins if "model_type" in one or "kept" in one), {})
 
@@ -145,7 +145,7 @@ def check_leaves(
             found = "missing" if saved is None else f"{saved[1]}{saved[0]}"
             raise BadInput(f"step {step}: {what}/{name} is {found}, but its config requires float32{list(shape)}")
     if extra := sorted(named.keys() - shapes.keys()):
-        raise BadInput(f"step {step} has {named[extra[0]]}, which the model in its config does not have")
+        raise BadInput(f"step {step} has {named[extra[0]]}, which its model does not have; export another step")
 
 
 def export_step(
@@ -159,10 +159,10 @@ def export_step(
     on_bytes: OnBytes,
     send: Callable[[Any], str],
 ) -> dict[str, Any]:
-    """Writes the folder and returns counts. kept_bytes were already written by an earlier, killed export.
+    """Writes the export and returns counts. kept_bytes: number of bytes that an earlier, killed export wrote.
 
     texts: tokenizer files. config: contents of config.json. send: uploads the finished folder and returns its URL. If
-    `send` raises, the journal is not removed, so the same command retries the upload.
+    `send` raises, the journal remains, so that the same command retries the upload.
 
     Raises BadInput if the folder has other contents, Stop (CHECKPOINT_CORRUPT) if an array differs from its
     fingerprint, and Stop (STORAGE) if the folder cannot be written.
@@ -206,7 +206,7 @@ def write_shards(
     dtype: np.dtype,
     on_bytes: OnBytes,
 ) -> int:
-    """Writes the files that are not in the journal. Returns the bytes of files that were already written."""
+    """Writes all files that are not in the journal. Returns the number of bytes that were already written."""
     total, done, resumed_bytes = sum(shard.num_bytes for shard in shards), 0, 0
     with reading(source, "its index"):
         leaves = LayerReader(source.folder)
@@ -227,7 +227,7 @@ def write_shards(
 
 @contextlib.contextmanager
 def reading(source: ExportSource, what: str) -> Iterator[None]:
-    """Raises Stop (CHECKPOINT_CORRUPT) if the block cannot read an array or index, Stop (STORAGE) if storage fails."""
+    """Converts read errors in a `with` block to Stop: STORAGE if the storage fails, CHECKPOINT_CORRUPT otherwise."""
     try:
         yield
     except Exception as error:  # TensorStore raises various types for corrupted bytes
@@ -244,7 +244,7 @@ def write_shard(
     dtype: np.dtype,
     on_bytes: Callable[[int], None],
 ) -> tuple[list, dict[str, int]]:
-    """Writes one file. Returns ([bytes, md5], {leaf: partial fingerprint of its layers in this file})."""
+    """Writes one file. Returns ([bytes, md5], {leaf: fingerprint of its layers in this file})."""
     sums: dict[str, int] = {}
     with paths.growing_file(path, shard.num_bytes) as file:
         file.write(shard.header)
@@ -257,7 +257,7 @@ def write_shard(
 def write_tensor(
     file: Any, pair: TensorPair, source: ExportSource, leaves: LayerReader, dtype: np.dtype, sums: dict[str, int]
 ) -> None:
-    """Writes one tensor, the only large array in memory. sums: partial fingerprints, updated in place."""
+    """Writes one tensor. Only this tensor is in memory. sums: partial fingerprint of each leaf, updated in place."""
     parts = []
     for name in pair.leaves:
         factor = source.factors.get(name, 1.0)
@@ -274,7 +274,7 @@ def write_tensor(
 
 
 def hf_config(source: ExportSource, dtype: str, end_ids: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns config.json with the model's keys, the passed-through keys and special token ids (end_ids)."""
+    """Returns config.json: keys of the model, keys of the original config.json, and the token ids in end_ids."""
     passthrough = dict((source.run.get("converted") or {}).get("kept") or {})
     if not passthrough:
         origin = dict(hf_origin(source.run).get("kept") or {})
@@ -294,7 +294,7 @@ def as_json(value: Any) -> bytes:
 def plan_shards(
     pairs: Sequence[TensorPair], dtype: np.dtype, shard_bytes: int, single: str = WEIGHTS
 ) -> list[ExportFile]:
-    """Groups tensors into files of at most shard_bytes, or of one larger tensor. single: name of a single file."""
+    """Groups tensors into files of at most shard_bytes, or one larger tensor. single: file name if it is one file."""
     groups, left = [], 0  # bytes that still fit into the last group
     bytes_of = lambda pair: math.prod(pair.hf_shape) * dtype.itemsize
     for pair in pairs:

@@ -45,14 +45,14 @@ class HfCheckpoint:
 
     @property
     def identity(self) -> str:
-        """The sha256 of the config and of each tensor's file, version, dtype, shape and offset."""
+        """SHA-256 of the config, and of the file, file version, dtype, shape and offset of each tensor."""
         locate = lambda t: [t.name, t.file.name, t.file.size, t.file.version, t.dtype_name, t.shape, t.start]
         located = sorted(map(locate, self.tensors.values()))
         return hashlib.sha256(json.dumps([self.config, located], sort_keys=True).encode()).hexdigest()
 
 
 def open_checkpoint(name: str, flag: str = "--from") -> HfCheckpoint:
-    """Opens a local or gs:// folder and validates every header. Raises BadInput. flag: name in error messages."""
+    """Opens a local or gs:// folder. Raises BadInput for an invalid file. flag: command-line flag in error messages."""
     if name.endswith(PICKLED) or name.endswith(".safetensors"):
         pickled = name.endswith(PICKLED)
         raise BadInput(f"{flag}={name} " + (pickle_message(name) if pickled else "is a file; give its folder"))
@@ -60,7 +60,7 @@ def open_checkpoint(name: str, flag: str = "--from") -> HfCheckpoint:
     files = stop_if_unreachable(lambda: list_files(folder), folder)
     if not files:
         hint = f"; to download it: hf download {name} --local-dir FOLDER" if HUB_NAME.fullmatch(name) else ""
-        raise BadInput(f"{flag}={name} is not a folder with files{hint}")
+        raise BadInput(f"{flag}={name} is not a folder, or is empty{hint}")
     if CONFIG not in files:
         raise BadInput(f"{flag}={name} has no {CONFIG}; give the folder of a Hugging Face model")
     config = read_object(folder, CONFIG, files)
@@ -70,7 +70,7 @@ def open_checkpoint(name: str, flag: str = "--from") -> HfCheckpoint:
 
 
 def find_tensors(flag: str, folder: Any, files: dict[str, int]) -> dict[str, Tensor]:
-    """Returns {name: tensor} of model.safetensors or the index. Raises BadInput. flag: name in error messages."""
+    """Returns the tensors in model.safetensors or in the files of the index. Raises BadInput if neither exists."""
     if WEIGHTS in files:
         return tensors_of(folder, WEIGHTS)
     if INDEX in files:
@@ -80,7 +80,7 @@ def find_tensors(flag: str, folder: Any, files: dict[str, int]) -> dict[str, Ten
     missing = f"{flag} has neither {WEIGHTS} nor {INDEX}"
     if variants := sorted((file for file in files if VARIANT.fullmatch(file)), key=lambda file: ".index." not in file):
         raise BadInput(
-            f"{missing}; {variants[0]} is a variant, which is not read by default, as in transformers; "
+            f"{missing}, only the variant {variants[0]}, which transformers does not load by default; "
             f"rename it to {INDEX if '.index.' in variants[0] else WEIGHTS}"
         )
     others = [file for file in files if file.endswith((".safetensors", ".gguf", ".h5", ".msgpack"))]
@@ -88,28 +88,28 @@ def find_tensors(flag: str, folder: Any, files: dict[str, int]) -> dict[str, Ten
 
 
 def read_index(folder: Any, files: dict[str, int]) -> dict[str, Tensor]:
-    """Returns {name: tensor} of all files in the index. Raises BadInput if index and files do not match."""
+    """Returns {name: tensor} of all files in the index. Raises BadInput if the index does not match the files."""
     weight_map = read_object(folder, INDEX, files).get("weight_map")
     where = f"{folder / INDEX}: weight_map"
     if not isinstance(weight_map, dict) or not weight_map:
-        raise BadInput(f"{where} must map tensor names to files; fetch it again")
+        raise BadInput(f"{where} must map tensor names to files; download it again")
     found: dict[str, dict[str, Tensor]] = {}
     for tensor, file in weight_map.items():
         put = f"{where} maps {tensor!r} to"
         if not isinstance(file, str) or not PLAIN_NAME.fullmatch(file):
-            raise BadInput(f"{put} {str(file)[:120]!r}, which is not a .safetensors file in its folder")
+            raise BadInput(f"{put} {str(file)[:120]!r}, which is not a .safetensors file in the same folder")
         if file not in files:
-            raise BadInput(f"{put} {file}, which is missing; fetch it")
+            raise BadInput(f"{put} {file}, which is missing; download it")
         if file not in found:
             found[file] = tensors_of(folder, file)
         if tensor not in found[file]:
-            raise BadInput(f"{put} {file}, which does not contain it; fetch both again")
+            raise BadInput(f"{put} {file}, which does not contain this tensor; download both files again")
     tensors: dict[str, Tensor] = {}
     for file, inside in sorted(found.items()):
         for name, tensor in inside.items():
             if name in tensors and not same_bytes(tensors[name], tensor):
                 raise BadInput(
-                    f"{folder}: {name} in {tensors[name].file.name} and in {file} differ; remove the outdated file"
+                    f"{folder}: {name} differs between {tensors[name].file.name} and {file}; remove the outdated file"
                 )
             tensors[name] = tensor
     return tensors | {tensor: found[file][tensor] for tensor, file in weight_map.items()}
@@ -121,16 +121,16 @@ def tensors_of(folder: Any, file: str) -> dict[str, Tensor]:
 
 
 def read_object(folder: Any, name: str, files: dict[str, int]) -> dict[str, Any]:
-    """Returns the JSON object in a file. Raises BadInput for other contents or a file that is too large."""
+    """Returns the JSON object in a file. Raises BadInput if the file is too large or has other contents."""
     if files[name] > foreign.LARGEST_JSON:
-        raise BadInput(f"{folder / name} has {files[name]} bytes, above the limit of {foreign.LARGEST_JSON}")
+        raise BadInput(f"{folder / name} is {files[name]} bytes, which exceeds the limit of {foreign.LARGEST_JSON}")
     content = stop_if_unreachable(lambda: foreign.read_bytes(folder / name), folder)
     try:
         value = foreign.parse_json(content)
     except BadInput as error:
-        raise BadInput(f"{folder / name} is not valid JSON ({error}); fetch it again") from None
+        raise BadInput(f"{folder / name} is not valid JSON ({error}); download it again") from None
     if not isinstance(value, dict):
-        raise BadInput(f"{folder / name} is not a JSON object; fetch it again")
+        raise BadInput(f"{folder / name} is not a JSON object; download it again")
     return value
 
 
@@ -146,7 +146,7 @@ def pickle_message(name: str) -> str:
 
 
 def check_counts(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Raises BadInput for a size in config.json that is impossible with these tensors."""
+    """Raises BadInput for a size in config.json that these tensors cannot have, such as too many layers."""
     whole = [tensor for tensor in tensors.values() if tensor.stop > tensor.start]  # empty tensors may have any shape
     longest = max((size for tensor in whole for size in tensor.shape), default=0)
     routers = [tensor.shape for name, tensor in tensors.items() if name.endswith(ROUTER)]
@@ -163,17 +163,17 @@ def check_counts(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> No
             if (value := group.get(name)) is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise BadInput(f"config.json: {name}={short(value)} must be an integer, 1 or more")
+                raise BadInput(f"config.json: {name}={short(value)} must be a positive integer")
             if value > most:
-                raise BadInput(f"config.json: {name}={short(value)} is too large: {reason}; fetch it again")
+                raise BadInput(f"config.json: {name}={short(value)} is too large: {reason}; download it again")
 
 
 def check_end_ids(config: Mapping[str, Any], vocab_size: int, where: str) -> None:
-    """Raises BadInput for a bos_token_id or eos_token_id that is not an id (or list of ids) of the vocabulary."""
+    """Raises BadInput if bos_token_id or eos_token_id is not an id in the vocabulary, or a list of such ids."""
     for name in END_IDS:
         value = config.get(name)
         for one in value if isinstance(value, list) else [] if value is None else [value]:
             if type(one) is not int or not 0 <= one < vocab_size:
                 raise BadInput(
-                    f"{where}: {name}={short(value)} must be an id from 0 to {vocab_size - 1}, or a list of them"
+                    f"{where}: {name}={short(value)} must be an id from 0 to {vocab_size - 1}, or a list of such ids"
                 )

@@ -34,7 +34,7 @@ class Fetched:
 
 
 def repository(name: str, revision: str | None = None) -> tuple[str, str | None] | None:
-    """Returns (OWNER/NAME, revision) of a repository, or None for a path. An existing folder OWNER makes it a path."""
+    """Returns (OWNER/NAME, revision), or None for a path. OWNER/NAME is a path if the folder OWNER exists."""
     found = ADDRESS.fullmatch(name)
     if found is None or not HUB_NAME.fullmatch(found[1]):
         return None
@@ -44,10 +44,10 @@ def repository(name: str, revision: str | None = None) -> tuple[str, str | None]
 
 
 def fetch(name: str, revision: str | None, flag: str) -> Fetched | None:
-    """Downloads a repository, or returns None for a path. Raises BadInput if access is denied, or else Stop."""
+    """Downloads a repository. Returns None for a path. Raises BadInput without access, and Stop if this fails."""
     if (asked := repository(name, revision)) is None:
         if revision is not None and flag == "--from":
-            raise BadInput(f"--revision={revision} needs a repository on the Hub, but {flag}={name} is a path; omit it")
+            raise BadInput(f"--revision={revision} applies to the Hub, but {flag}={name} is a path; omit --revision")
         return None
     name, revision = asked
     check_hub_name(flag.removeprefix("--"), name)
@@ -71,7 +71,7 @@ def fetch(name: str, revision: str | None, flag: str) -> Fetched | None:
         )
     except refused as error:
         at, reason = f" at {revision}" if revision else "", cause(error)[:200]
-        raise BadInput(f"{flag}={name}{at} does not exist on the Hub, or {TOKEN} has no access: {reason}") from None
+        raise BadInput(f"{flag}={name}{at} does not exist on the Hub, or {TOKEN} grants no access: {reason}") from None
     except Exception as error:  # depends on the HTTP client of huggingface_hub
         reason = f"{flag}={name}: download failed: {cause(error)}; run the same command again"
         raise Stop(Exit.STORAGE, reason) from None

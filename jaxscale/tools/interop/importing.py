@@ -34,7 +34,7 @@ OnBytes = Callable[[int, int, int], None]  # (bytes done, total bytes, bytes don
 
 
 def prepare_workdir(workdir: Any, identity: str) -> tuple[Any, Journal]:
-    """Returns (work folder, journal). Raises BadInput if the folder has contents other than this conversion."""
+    """Returns (work folder, journal). Raises BadInput if the folder has other files than this conversion's."""
     folder = paths.absolute(workdir)
     journal, _ = open_journal(folder, JOURNAL, identity, f"--workdir={workdir}")
     paths.make_run_dir(folder / "checkpoints")
@@ -51,9 +51,9 @@ def import_tensors(
 ) -> dict[str, Any]:
     """Writes the tensors as step 0 of the work folder and returns counts.
 
-    kept_bytes were already written by an earlier, killed command. not_finite lists tensors with NaN or infinity.
-    run: the part of the step's record about the run. Raises BadInput for a file that does not match its header, and
-    Stop (STORAGE) if the folder cannot be written.
+    Counts: kept_bytes, which an earlier, killed command wrote, and not_finite, the names of tensors with NaN or
+    infinity. run: "run" entry of the step's metadata. Raises BadInput if a file does not match its header, and Stop
+    (STORAGE) if the folder cannot be written.
     """
     shapes = chunking.array_shapes(pairs)
     total = sum(math.prod(shape) for shape in shapes.values()) * chunking.PARAM_DTYPE.itemsize
@@ -67,7 +67,7 @@ def import_tensors(
                 try:
                     write.check_room(folder, total)
                 except write.NoRoom as error:
-                    raise Stop(Exit.STORAGE, f"{folder}: {error}; free some space, or give a new folder") from None
+                    raise Stop(Exit.STORAGE, f"{folder}: {error}; free disk space, or use a different folder") from None
             resumed_bytes = write_units(partial, journal, pairs, tensors, total, on_bytes)
             marks = journal.fingerprints("marks")
             leaves = {chunking.PARAMS_PREFIX + name: [list(shapes[name]), "float32", marks[name]] for name in shapes}
@@ -91,7 +91,7 @@ def write_units(
     total: int,
     on_bytes: OnBytes,
 ) -> int:
-    """Writes all units that are not in the journal. Returns the bytes of units that were already written."""
+    """Writes all units that are not in the journal. Returns the number of bytes that were already written."""
     shapes, chunks = chunking.array_shapes(pairs), chunking.chunk_shapes(pairs)
     output = StepArrayWriter(partial)
     array_format = lambda name: orbax_array_format(shapes[name], chunks[name], chunking.PARAM_DTYPE)
@@ -128,7 +128,7 @@ def write_unit(
     arrays: Mapping[str, Any],
     chunks: Mapping[str, tuple[int, ...]],
 ) -> tuple[dict[str, int], list[str]]:
-    """Writes one unit in chunks. Returns ({leaf: partial fingerprint}, tensors that are not finite)."""
+    """Writes one unit in chunks. Returns ({leaf: partial fingerprint}, names of tensors with NaN or infinity)."""
     marks, finite = {}, np.ones(len(unit), bool)
     first, last = unit[0].place, unit[-1].place
     leading = tuple(slice(begin, end + 1) for begin, end in zip(first, last))
@@ -157,7 +157,7 @@ def to_float32(values: np.ndarray) -> np.ndarray:
 
 
 def finish_step(partial: Any, final: Any, leaves: Mapping[str, list], run: Mapping[str, Any]) -> None:
-    """Writes metadata, verifies the written arrays and commits. Raises DamagedCheckpoint if an array differs."""
+    """Writes the metadata, verifies the arrays and commits the step. Raises DamagedCheckpoint if an array differs."""
     began = time.time()
     metadata = orbax_tree_metadata({name: leaf[0] for name, leaf in leaves.items()})
     paths.write_json(partial / array_store.TREE_METADATA, metadata)

@@ -15,7 +15,7 @@ REMOTE_SECONDS = 5.0  # between writes to a bucket, which accepts about one writ
 
 
 def open_journal(folder: Any, name: str, identity: str, flag: str) -> tuple["Journal", bool]:
-    """Returns (journal, True if this conversion was started before). Raises BadInput if the folder is in use."""
+    """Returns (journal, True if its file existed). Raises BadInput if the folder has other files or is in use."""
     journal = Journal(folder / name, identity)
     existing = [path.name for path in folder.iterdir()] if folder.exists() and not journal.path.exists() else []
     if existing:
@@ -25,7 +25,7 @@ def open_journal(folder: Any, name: str, identity: str, flag: str) -> tuple["Jou
 
 
 class Journal:
-    """A JSON file {what: identity, done: {part: facts}}, removed at the end. identity: hash of the conversion."""
+    """JSON file {what: identity, done: {part: results}}, deleted at the end. identity: hash of the input and plan."""
 
     def __init__(self, path: Any, identity: str):
         self.path, self.identity = path, identity
@@ -35,7 +35,7 @@ class Journal:
         self.close: Callable[[], Any] = lambda: None  # releases the folder lock
 
     def begin(self) -> bool:
-        """Locks the folder and reads `done`. Returns True if started before. Raises BadInput for other conversions."""
+        """Locks the folder and reads the journal. Returns True if it exists. Raises BadInput for another identity."""
         stack = contextlib.ExitStack()
         stack.enter_context(folder_lock(self.path.parent, "converting into"))
         self.close = weakref.finalize(self, stack.close)  # the system releases the lock when the process dies
@@ -44,7 +44,7 @@ class Journal:
             if found.get("what") != self.identity:
                 self.close()
                 raise BadInput(
-                    f"{self.path} is from a different conversion, or the files have changed; give a new folder, "
+                    f"{self.path} is from a different conversion, or the source files have changed; give a new folder, "
                     f"or remove {self.path.parent} to start again"
                 )
             self.done = dict(found.get("done", {}))
@@ -53,7 +53,7 @@ class Journal:
         return False
 
     def flush(self) -> None:
-        """Records the pending parts, whose data must be durable. Writes to a bucket are rate-limited."""
+        """Records the pending parts, whose data must already be durable. Limits the rate of writes to a bucket."""
         self.done |= self.pending
         self.pending = {}
         if not paths.is_remote(self.path) or time.monotonic() - self.last_write >= REMOTE_SECONDS:
@@ -65,7 +65,7 @@ class Journal:
         self.last_write = time.monotonic()
 
     def fingerprints(self, key: str) -> dict[str, int]:
-        """Returns {leaf: sum of the fingerprints of its parts}. key: entry of the parts with the fingerprints."""
+        """Returns {leaf: sum of its partial fingerprints}. key: entry of each part that has the fingerprints."""
         found: dict[str, int] = {}
         for noted in self.done.values():
             for name, mark in noted[key].items():

@@ -42,7 +42,7 @@ class LayerReader:
     def read_parts(
         self, name: str, array: Any, box: array_store.Box, index: tuple[int, ...]
     ) -> Iterator[tuple[array_store.Box, np.ndarray]]:
-        """Yields (box, values) at `index` of a chunk, in parts of at most READ_BYTES."""
+        """Yields (box, values) for `index` in a chunk, in parts of at most READ_BYTES."""
         sizes = tuple(array.chunk_layout.read_chunk.shape)
         key = ".".join(str(side.start // size) for side, size in zip(box, sizes)) or "0"
         found = self.chunk_locations.get(f"{array_store.stored_name(name)}/{key}")
@@ -93,7 +93,7 @@ def is_raw_float32(array: tensorstore.TensorStore) -> bool:
 
 
 def read_chunk_locations(folder: Any) -> dict[str, tuple[str, int, int]]:
-    """Returns {chunk such as 'params.w/0.0': (file in the step's folder, offset, bytes)} for chunks in files."""
+    """Returns {chunk, such as 'params.w/0.0': (path, offset, bytes)}. Omits chunks that are stored in the index."""
     base = array_store.open_kvstore(folder / array_store.STATE)
     newest = tensorstore.ocdbt.dump(base).result()["versions"][-1]
     found = {}

@@ -11,7 +11,7 @@ PAIRED = {"BertProcessing": 1, "RobertaProcessing": 2}  # number of separators b
 
 
 def begin_with(begin: Sequence[str], text: str) -> str | None:
-    """Returns a tokenizer.json that starts texts with exactly these tokens, or None if `text` already does."""
+    """Edits a tokenizer.json (`text`) to start texts with exactly these tokens. Returns None if it already does."""
     import tokenizers
 
     tokenizer, spec = tokenizers.Tokenizer.from_str(text), json.loads(text)
@@ -22,7 +22,7 @@ def begin_with(begin: Sequence[str], text: str) -> str | None:
     ids: list[Any] = list(map(tokenizer.token_to_id, begin))
     if None in ids:
         name = begin[ids.index(None)]
-        raise BadInput(f"tokenizer.json has no token {name!r:.80}, which starts the run's documents")
+        raise BadInput(f"tokenizer.json has no token {name!r:.80}, which starts documents; use the run's tokenizer")
     if whole.ids[:first] == ids:
         return None
     post_processor = spec.get("post_processor") or {}

@@ -56,13 +56,13 @@ class File:
         """Fills a buffer from offset `start`. Raises BadInput if the file is too short or was replaced."""
         view = memoryview(out).cast("B")
         if start + len(view) > self.size:
-            raise BadInput(f"{self.path} ends at byte {self.size}, before the requested byte {start + len(view)}")
+            raise BadInput(f"{self.path} ends at byte {self.size}, before byte {start + len(view)}; download it again")
         if not paths.is_remote(self.path):
             raw: Any = foreign.open_file(self.path)  # unbuffered, may return fewer bytes than requested
             with io.BufferedReader(raw) as file:
                 file.seek(start)
                 if file.readinto(view) != len(view):
-                    raise BadInput(f"{self.path} became shorter while it was read; run again when it is complete")
+                    raise BadInput(f"{self.path} became shorter while it was read; run again when the file is complete")
             return
         parts = [(begin, view[begin : begin + PART_BYTES]) for begin in range(0, len(view), PART_BYTES)]
         with concurrent.futures.ThreadPoolExecutor(REQUESTS) as pool:
@@ -76,7 +76,7 @@ class File:
         return content
 
     def read_object(self, start: int, view: memoryview) -> None:
-        """Fills a buffer from an object in a bucket. Resumes after a broken connection."""
+        """Fills a buffer from an object in a bucket. Reconnects after a broken connection."""
         url, bucket = os.fspath(self.path), open_bucket()
         done = 0
         try:
@@ -88,7 +88,7 @@ class File:
 
 
 def stat_file(path: Any) -> File:
-    """Returns the current state of a file. Raises FileNotFoundError, or BadInput if access is denied."""
+    """Returns the size and version of a file. Raises FileNotFoundError, or BadInput if access is denied."""
     if paths.is_remote(path):
         metadata = open_bucket().metadata(os.fspath(path))
         if metadata is None:
@@ -177,7 +177,7 @@ def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         counts = collections.Counter(name for name, _ in pairs)
-        raise BadInput(f"{clip(counts.most_common(1)[0][0])!r} appears twice")
+        raise BadInput(f"{clip(counts.most_common(1)[0][0])!r} appears more than once")
     return found
 
 
@@ -220,7 +220,7 @@ def check_covered(file: File, tensors: Iterable[Tensor], begin: int) -> None:
 
 def invalid_file(file: File, cause: str) -> BadInput:
     """Returns the error for an invalid file."""
-    return BadInput(f"{file.path} is not a valid safetensors file: {cause}; fetch it again")
+    return BadInput(f"{file.path} is not a valid safetensors file: {cause}; download it again")
 
 
 def clip(text: str) -> str:

@@ -43,12 +43,12 @@ class SourceModel:
 
 
 def open_source_model(name: str, base: str | None = None, keep: bool = False) -> SourceModel:
-    """Opens a model, or an adapter with its base model. Raises BadInput. keep: load LoRA leaves instead of merging."""
+    """Opens a model, or an adapter and its base model. keep: load an adapter as LoRA leaves instead of merging it."""
     adapter = adapters.open_adapter(name)
     if adapter is None:
         if base is not None or keep:
             raise BadInput(
-                f"--{'adapter' if keep else 'base'} needs a PEFT adapter, but --from={name} has none; omit it"
+                f"--{'adapter' if keep else 'base'} requires a PEFT adapter, but --from={name} has none; omit this flag"
             )
         return open_model(name, "--from")
     model = open_model(adapters.base_model_folder(adapter, base), "--base")
@@ -74,7 +74,7 @@ def open_source_model(name: str, base: str | None = None, keep: bool = False) ->
 
 
 def adapter_notes(adapter: adapters.Adapter, base: str, adapter_files: Mapping[str, bytes]) -> list[str]:
-    """Returns lines about ignored files in an adapter's folder. base: folder of the base model."""
+    """Returns messages about ignored files in an adapter's folder. base: folder of the base model."""
     notes = []
     weights = [name for name in (WEIGHTS, INDEX) if name in adapter.files]
     if weights and paths.absolute(base) != paths.absolute(adapter.folder):
@@ -117,7 +117,7 @@ def open_model(name: str, named: str) -> SourceModel:
 
 
 def split_fused_experts(family: HfFamily, cfg: AnyModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors under the family's names, with fused experts split. Raises BadInput for mismatched shapes."""
+    """Renames tensors to the family's names and splits fused experts. Raises BadInput for mismatched shapes."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         for pattern, written in family.renames:
@@ -129,7 +129,7 @@ def split_fused_experts(family: HfFamily, cfg: AnyModelConfig, tensors: Mapping[
                 parts = list(split_experts(rows, inner, tensor, cfg.experts.number))
         for part in parts:
             if part.name in found:
-                raise BadInput(f"the checkpoint has {part.name} twice, under two names or both separate and fused")
+                raise BadInput(f"the checkpoint has {part.name} twice (two names, or separate and fused); remove one")
             found[part.name] = part
     return found
 
@@ -139,10 +139,10 @@ def split_experts(rows: Sequence[str], name: re.Match[str], tensor: Tensor, numb
     count = len(rows)
     experts, outputs, *inputs = (*tensor.shape, 0, 0)[: max(2, len(tensor.shape))]
     if len(inputs) != 1 or experts != number or outputs % count:
-        halves = f", {count} matrices of each" if count > 1 else ""
+        halves = f" and {count} matrices per expert" if count > 1 else ""
         raise BadInput(
             f"{tensor.file.path}: {tensor.name} has shape {list(tensor.shape)}, but config.json requires {number} "
-            f"experts{halves}: [experts, outputs, inputs]; they are from different models: fetch both again"
+            f"experts{halves}: [experts, outputs, inputs]; they are from different models: download both again"
         )
     size = (tensor.stop - tensor.start) // (number * count)
     shape = (outputs // count, *inputs)

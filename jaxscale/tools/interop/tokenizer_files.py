@@ -47,12 +47,12 @@ class TokenizerFiles:
 
 
 def read_files(folder: Any, names: Mapping[str, int]) -> dict[str, bytes]:
-    """Returns {name: content} of the FILES in a folder. Raises BadInput for a large file or an outside link."""
+    """Returns {name: content} of the FILES in a folder. Raises BadInput for large files, or links out of it."""
     found = {}
     for name in FILES:
         if name in names:
             if names[name] > LARGEST:
-                raise BadInput(f"{folder / name} has {names[name]} bytes, too large for a tokenizer file; remove it")
+                raise BadInput(f"{folder / name} is {names[name]} bytes, too large for a tokenizer file; remove it")
             found[name] = foreign.read_bytes(folder / name, LARGEST)
     return found | default_template(folder, found) if main_file(found) else found
 
@@ -72,7 +72,7 @@ def default_template(folder: Any, files: Mapping[str, bytes]) -> dict[str, bytes
     if names and ignored and load.TEMPLATE not in files:
         raise BadInput(
             f"{more} has {', '.join(names)} but no {DEFAULT}, so transformers ignores the chat_template of "
-            f"{ignored[0]}; write the template to use into {folder / load.TEMPLATE}"
+            f"{ignored[0]}; save the required template as {folder / load.TEMPLATE}"
         )
     return {}
 
@@ -88,7 +88,7 @@ def save_to_workdir(files: Mapping[str, bytes], workdir: Any) -> None:
 
 
 def check_tokenizer(files: Mapping[str, bytes], vocab_size: int, folder: Any) -> list[str]:
-    """Returns lines about the tokenizer. Raises BadInput if a model with vocab_size ids cannot use the tokenizer."""
+    """Returns messages about the tokenizer. Raises BadInput if a model with vocab_size ids cannot use it."""
     check_end_ids(read_object(files.get(GENERATION, b"")), vocab_size, str(folder / GENERATION))
     if (main := main_file(files)) is None:
         return []
@@ -96,8 +96,8 @@ def check_tokenizer(files: Mapping[str, bytes], vocab_size: int, folder: Any) ->
     if settings.get("fast_tokenizer_files", [FAST]) != [FAST]:
         raise BadInput(
             f"{folder / CONFIG}: fast_tokenizer_files={short(settings['fast_tokenizer_files'])} selects "
-            f"files other than {FAST} for some versions of transformers; rename the file to use to {FAST} and remove "
-            "that line"
+            f"files other than {FAST} for some versions of transformers; rename one of them to {FAST} and remove "
+            "this setting"
         )
     with tempfile.TemporaryDirectory() as scratch:
         try:
@@ -105,7 +105,7 @@ def check_tokenizer(files: Mapping[str, bytes], vocab_size: int, folder: Any) ->
             tokenizer.decode(tokenizer.encode(PROBE))
         except BadInput as error:
             message = str(error).replace("data.tokenizer=", "").replace(scratch, str(folder))
-            raise BadInput(f"{message}; repair it, or remove {main} to convert only the weights") from None
+            raise BadInput(f"{message}; repair the tokenizer, or remove {main} to convert only the weights") from None
     if not fits(tokenizer, vocab_size):
         raise BadInput(
             f"{folder / main} has {tokenizer.vocab_size} ids, but the model in config.json has only {vocab_size}; use "
@@ -126,7 +126,7 @@ def check_tokenizer(files: Mapping[str, bytes], vocab_size: int, folder: Any) ->
 
 
 def load_files(files: Mapping[str, bytes], main: str, scratch: str, eos_token: str = "") -> Tokenizer:
-    """Writes the files into an empty folder and loads the tokenizer. Raises BadInput if it cannot be loaded."""
+    """Writes the files to the empty folder `scratch` and loads the tokenizer. Raises BadInput if loading fails."""
     for name, content in files.items():
         (pathlib.Path(scratch) / name).write_bytes(content)
     return load_tokenizer(str(pathlib.Path(scratch) / main), eos_token)
@@ -157,7 +157,7 @@ def read_object(content: bytes) -> dict[str, Any]:
 
 
 def with_generation(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, bytes]:
-    """Adds a generation_config.json with the ids of config.json if there is none, as transformers does."""
+    """Adds generation_config.json with the token ids in config.json if the file is missing, as transformers does."""
     ends = {name: config[name] for name in END_IDS if config.get(name) is not None}
     if GENERATION in files or "eos_token_id" not in ends:
         return dict(files)
@@ -165,7 +165,7 @@ def with_generation(files: Mapping[str, bytes], config: Mapping[str, Any]) -> di
 
 
 def end_ids(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Returns the ids of END_IDS from generation_config.json, or from the tokenizer if they are missing."""
+    """Returns the ids of END_IDS from generation_config.json. If eos_token_id is missing, reads the tokenizer."""
     generation = read_object(files.get(GENERATION, b""))
     found = {name: generation[name] for name in END_IDS if name in generation}
     if "eos_token_id" not in found and FAST in files:
@@ -176,7 +176,7 @@ def end_ids(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def as_fast(files: Mapping[str, bytes]) -> tuple[Any, str]:
-    """Returns (tokenizer.json including tokens of other files, its JSON text). Raises BadInput for an invalid file."""
+    """Returns (tokenizer, its JSON text) from tokenizer.json and the added tokens. Raises BadInput if it is invalid."""
     import tokenizers
 
     text = files[FAST].decode(errors="replace")
@@ -198,7 +198,7 @@ def missing_tokenizer(files: Mapping[str, bytes], folder: Any) -> str:
 
 
 def export_files(workdir: Any, run: Mapping[str, Any]) -> TokenizerFiles:
-    """Returns the tokenizer files of an export. run: the part of the step's record about the run."""
+    """Returns the tokenizer files of an export. run: the "run" entry of the step's metadata."""
     config, folder = run.get("config") or {}, workdir / FOLDER
     data, seq_len = config.get("data") or {}, config.get("seq_len")
     foreign.check_folder(folder, workdir)
@@ -242,7 +242,7 @@ def with_trained_eos(files: dict[str, bytes], eos_token: str) -> TokenizerFiles:
 
 
 def with_begin_tokens(texts: TokenizerFiles, begin: Sequence[str] | None) -> TokenizerFiles:
-    """Changes the files so that texts start with the tokens `begin`, as the run's documents do. None: no change."""
+    """Edits the files so that texts start with the tokens `begin`, as in training. If `begin` is None, does nothing."""
     main = main_file(texts.files)
     if begin is None or main is None:
         return texts
@@ -298,7 +298,7 @@ def convert_tokenizer(files: dict[str, bytes], main: str, eos_token: str, seq_le
 def with_tokenizer_json(
     tokenizer: Tokenizer, text: str | None, eos_token: str, seq_len: int | None, files: dict
 ) -> TokenizerFiles:
-    """Adds tokenizer.json (`text`) and tokenizer_config.json, if `text` gives the same ids as the tokenizer."""
+    """Adds `text` as tokenizer.json, and tokenizer_config.json, if `text` gives the same ids as the tokenizer."""
     ends = {"bos_token_id": None, "eos_token_id": int(tokenizer.eos_id)}
     import tokenizers
 

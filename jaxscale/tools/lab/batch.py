@@ -33,7 +33,7 @@ LIMITS = (
 
 
 def batch_trials(base: Base, options: Options) -> list[Trial]:
-    """Returns trials of batches x rates x seeds for equal tokens. Rates scale with the square root of the batch."""
+    """Returns trials of batches x rates x seeds with equal numbers of tokens. Rates scale with sqrt(batch size)."""
     optim, usual = base.cfg.optim, base.cfg.tokens_per_step
     found = []
     for batch in options.batches or tuple(usual * times for times in TIMES):
@@ -44,7 +44,7 @@ def batch_trials(base: Base, options: Options) -> list[Trial]:
 
 
 def noise_trials(base: Base, best: Result) -> list[Trial]:
-    """Returns short runs at a learning rate of 0 from the weights of a finished run, which log gradient norms."""
+    """Returns short trials that log gradient norms. They start from a finished run's weights, at learning rate 0."""
     still = floor_of(base.cfg.optim, 0.0) | {
         "optim.warmup_tokens": 0, "init.from_path": best.folder, "checkpoint.save_every_steps": 0,
         "monitor.log_every_steps": 1,
@@ -56,7 +56,7 @@ def noise_trials(base: Base, best: Result) -> list[Trial]:
 
 
 def answer(base: Base, options: Options, run: Run) -> Conclusion:
-    """Compares tokens and steps to a target loss between batches, and estimates the critical batch in two ways."""
+    """Compares tokens and steps to a target loss across batch sizes. Estimates the critical batch size in two ways."""
     results = inside(run(batch_trials(base, options)), options, run, tokens_per_step)
     if not (best := best_rates(results, tokens_per_step)):
         return Conclusion(["A run diverged at every batch size and learning rate."], LIMITS, PREDICTED, [], (), [])
@@ -69,7 +69,7 @@ def tokens_per_step(result: Result) -> int:
 
 
 def best_rates(results: Sequence[Result], key: Callable[[Result], Any]) -> list[Result]:
-    """Returns the runs at the best learning rate of each group: the lowest mean loss without a diverged run."""
+    """Returns each group's runs at its best learning rate: the lowest mean loss without diverged runs."""
     found = []
     for group in groups_of(results, key).values():
         by_rate = groups_of(group, lambda r: float(r.at(RATE))).values()
@@ -119,7 +119,7 @@ def drawn(
     reached: Mapping[int, Estimate],
     law: Critical | None,
 ) -> list[Drawing]:
-    """Returns the plots. tried: all runs of each batch. by_batch: runs of each batch at its best learning rate."""
+    """Returns the plots. tried: all runs by batch size. by_batch: runs at the best learning rate by batch size."""
     fits: list[PlotLine] = with_points([line("measured", {b: t.value for b, t in reached.items()}, 0)])
     if law:
         fits.append(line("1 + batch / critical batch", {b: law(b) for b in by_batch}, 1, "dash"))
@@ -151,13 +151,13 @@ def ending(result: Result) -> float:
 
 
 def to_loss(result: Result, target: float) -> float | None:
-    """Returns the tokens to the target loss. The loss is smoothed over the same fraction of each run."""
+    """Returns the number of tokens to the target loss. Smooths the loss over the same fraction of every run."""
     tokens, losses = result.curve()
     return tokens_to(target, tokens, losses, half=max(1, len(losses) // 40))
 
 
 def tokens_text(batch: Estimate) -> str:
-    """Returns a batch with its interval as text, such as '12.3K tokens (9K to 16K)'."""
+    """Returns a batch size and its interval as text, such as '12.3K tokens (9K to 16K)'."""
     between = f" ({count(batch.low)} to {count(batch.high)})" if batch.low is not None else ""
     return f"{count(batch.value)} tokens{between}"
 

@@ -77,7 +77,7 @@ def coordinate_check(
     """Returns the table for each width after each of `steps` steps on one batch of random tokens.
 
     Runs on one device in float32, with optim.peak_lr from the first step. Raises BadInput for a model other than llama,
-    or for a width at which a size is not an integer.
+    or for a width at which a model size is not an integer.
     """
     table = []
     for width in widths:
@@ -94,7 +94,7 @@ def coordinate_check(
 
 
 def slopes(table: Sequence[Coordinate], step: int, of: str = "change") -> dict[str, float]:
-    """Returns {kind: slope of log(change) or log(size) over log(width)} after a step. of: 'change' or 'size'."""
+    """Returns {kind: slope of the log of a column over log(width)} after a step. of: column, 'change' or 'size'."""
     at = {kind: [row for row in table if row.kind == kind and row.step == step] for kind in KINDS}
     logs = lambda values: np.log(np.maximum(np.array(values, float), np.finfo(float).tiny))
     line = lambda rows: np.polyfit(logs([row.width for row in rows]), logs([getattr(row, of) for row in rows]), 1)
@@ -102,7 +102,7 @@ def slopes(table: Sequence[Coordinate], step: int, of: str = "change") -> dict[s
 
 
 def at_width(cfg: RunConfig, width: int) -> RunConfig:
-    """Returns the config with embed_dim=width, scaling the MLP and the heads (or head_dim, with mup.base_head_dim)."""
+    """Returns the config with embed_dim=width. Scales mlp_dim and the heads (or head_dim, with mup.base_head_dim)."""
     model = cfg.model
     if not isinstance(model, LlamaConfig):
         raise BadInput(f"model.name={model.name!r}: the coordinate check supports only model.name='llama'")
@@ -121,7 +121,7 @@ def at_width(cfg: RunConfig, width: int) -> RunConfig:
 
 
 def scaled(name: str, size: int, embed_dim: int, width: int) -> int:
-    """Returns the size at this width. Raises BadInput unless it is an integer."""
+    """Returns `size`, scaled from embed_dim to `width`. Raises BadInput unless the result is an integer."""
     if size * width % embed_dim:
         would = f"model.{name}={size} at embed_dim={embed_dim} would become {size * width / embed_dim:g}"
         raise BadInput(f"width={width}: {would}, which is not an integer; choose a different width")
@@ -129,7 +129,7 @@ def scaled(name: str, size: int, embed_dim: int, width: int) -> int:
 
 
 def changes(program: Program, measure: Callable[..., jax.Array], steps: int, seed: int) -> np.ndarray:
-    """Returns size and change of each kind after each step as float[steps, kinds, 2]. measure: measure_changes()."""
+    """Returns the size and change of each kind after each step, float[steps, kinds, 2]. measure: measure_changes()."""
     cfg, ones_BT = program.cfg, np.ones((program.cfg.rows_per_step, program.cfg.seq_len), np.int32)
     tokens_BT = np.random.default_rng(seed).integers(0, cfg.model.vocab_size, (cfg.rows_per_step, cfg.seq_len + 1))
     tokens_BT, positions_BT = tokens_BT.astype(np.int32), np.cumsum(ones_BT, axis=1, dtype=np.int32) - 1
@@ -150,7 +150,7 @@ def make_width_program(cfg: RunConfig, steps: int) -> Program:
 
 
 def measure_changes(program: Program, before: Any, after: Any, batch: Batch) -> jax.Array:
-    """Returns size and change of each of KINDS between two sets of parameters, as float32[kinds, 2]."""
+    """Returns the size and change of each kind of activation, float32[kinds, 2]. before, after: parameters."""
     old, new = (activations(program, params, batch) for params in (before, after))
     mean = lambda arrays: sum(jnp.sum(jnp.abs(array)) for array in arrays) / sum(array.size for array in arrays)
     differences = lambda kind: [a - b for a, b in zip(new[kind], old[kind], strict=True)]

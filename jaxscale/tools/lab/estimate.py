@@ -18,7 +18,7 @@ FLAT = 100.0  # the search for a critical batch extends by this factor below and
 
 
 class Undetermined(Exception):
-    """Raised if the runs do not determine a value. The message is a clause for the end of a sentence."""
+    """Raised if the runs do not determine a value. The message is the last clause of a sentence."""
 
 
 class Estimate(NamedTuple):
@@ -49,7 +49,7 @@ class Estimate(NamedTuple):
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """Returns the mean of equally weighted values, with an interval by Student's t."""
+    """Returns the mean of equally weighted values, with an interval from Student's t-distribution."""
     middle = float(np.mean(values))
     if len(values) < 2:
         return Estimate(middle)
@@ -63,7 +63,7 @@ def t_of(freedom: int) -> float:
 
 
 def mean_difference(losses: Mapping[Any, Mapping[int, float]], one: Any, other: Any) -> Estimate:
-    """Returns the mean of `one` minus `other` over shared seeds. The noise is pooled over all settings."""
+    """Returns the mean of `one` minus that of `other`, over shared seeds. Pools the noise over all of `losses`."""
     seeds = sorted(set.intersection(*(set(of) for of in losses.values())))
     table = np.array([[of[seed] for seed in seeds] for of in losses.values()])
     means = dict(zip(losses, table.mean(axis=1)))
@@ -76,7 +76,7 @@ def mean_difference(losses: Mapping[Any, Mapping[int, float]], one: Any, other: 
 
 
 class Optimum(NamedTuple):
-    """The x with the lowest y. If edge is 'lowest' or 'highest', x is the smallest or largest x tried, and a bound."""
+    """The x with the lowest y. If edge is 'lowest' or 'highest', the optimum is at or beyond this end of the range."""
 
     x: Estimate
     y: Estimate
@@ -127,7 +127,7 @@ class Power(NamedTuple):
 
 
 def power(xs: Sequence[float], ys: Sequence[float]) -> Power:
-    """Returns a power law fitted by least squares in logs. The interval comes from the scatter around the fit."""
+    """Returns a power law fitted by least squares in log space. The interval comes from the scatter around the fit."""
     x, y = np.log(xs), np.log(ys)
     found: Any = stats.linregress(x, y)  # scipy is untyped; the result has slope, intercept and stderr
     slope, freedom = float(found.slope), len(xs) - 2
@@ -137,7 +137,7 @@ def power(xs: Sequence[float], ys: Sequence[float]) -> Power:
 
 
 class Critical(NamedTuple):
-    """Law tokens(B) = least * (1 + B / batch) for the tokens to a loss at batch B (arXiv:1812.06162, eq. 2.11)."""
+    """Number of tokens to a loss at batch size B: least * (1 + B / batch) (arXiv:1812.06162, eq. 2.11)."""
 
     batch: Estimate
     least: float
@@ -147,7 +147,7 @@ class Critical(NamedTuple):
 
 
 def critical_batch(batches: Sequence[float], tokens: Sequence[float]) -> Critical:
-    """Returns the Critical law for batches and their tokens to a loss. Raises Undetermined for an undetermined fit."""
+    """Fits Critical to batch sizes and their numbers of tokens to a loss. Raises Undetermined if no law fits."""
     if len(batches) < 3:
         raise Undetermined("the fit needs three batch sizes that reached the loss")
     x, y = np.asarray(batches, float), np.log(tokens)
@@ -167,9 +167,9 @@ def critical_batch(batches: Sequence[float], tokens: Sequence[float]) -> Critica
 
 
 def noise_scale(small: float, large: float, norms_small: Sequence[float], norms_large: Sequence[float]) -> Estimate:
-    """Returns the gradient noise scale trace(covariance) / |gradient|**2 in tokens, from gradient norms at two batches.
+    """Returns the gradient noise scale trace(covariance) / |gradient|**2 in tokens, from norms at two batch sizes.
 
-    By arXiv:1812.06162, appendix A.1, E|G_B|**2 = |G|**2 + trace / B. small, large: tokens of the two batches. Raises
+    By arXiv:1812.06162, appendix A.1, E|G_B|**2 = |G|**2 + trace / B. small, large: batch sizes in tokens. Raises
     Undetermined without norms, or if the norms do not separate the gradient from its noise.
     """
     if not (len(norms_small) and len(norms_large)):

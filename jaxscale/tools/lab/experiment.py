@@ -82,7 +82,7 @@ def drawing(
 def line(
     label: str, points: Mapping[Any, float] | Iterable[tuple[float, float]], place: int = 0, style: str = "line"
 ) -> PlotLine:
-    """Returns a line through the points in order of x. points: {x: y} or (x, y) pairs. place: index of the color."""
+    """Returns a line through the points in order of x. points: {x: y} or (x, y) pairs. place: color index."""
     ordered = sorted(points.items() if isinstance(points, Mapping) else points)
     return PlotLine(label, [x for x, _ in ordered], [y for _, y in ordered], color_of(place), style)
 
@@ -97,7 +97,7 @@ def over_seeds(results: Sequence[Result], name: str) -> dict[int, dict[float, fl
 
 
 def mean_line(label: str, results: Sequence[Result], x_of: Callable[[Result], Any], place: int) -> list[PlotLine]:
-    """Returns lines of loss over x: a dot per run, and a line through the means at x without a diverged run."""
+    """Returns lines of loss over x: one with a dot per run, and one with the mean at each x without diverged runs."""
     points = [(float(x_of(r)), r.loss) for r in results if not r.diverged]
     whole = {x: [y for at, y in points if at == x] for x, _ in points}
     lost = {float(x_of(r)) for r in results if r.diverged}
@@ -109,14 +109,14 @@ def rate_plot(
     groups: Iterable[tuple[str, Sequence[Result]]], title: str = "Loss over the learning rate",
     unit: str = "nats, held out",
 ) -> Drawing:  # fmt: skip
-    """Returns the plot of loss over the learning rate, with the lines of mean_line() for each (label, runs)."""
+    """Returns the plot of loss over the learning rate. groups: (label, runs), drawn with mean_line()."""
     rate_of = lambda r: r.at(RATE)
     lines = [one for place, (name, runs) in enumerate(groups) for one in mean_line(name, runs, rate_of, place)]
     return drawing(title, lines, "learning rate", log_below=True, unit=unit)
 
 
 def curve_plot(title: str, groups: Mapping[str, tuple[int, Sequence[Result]]]) -> Drawing:
-    """Returns the plot of smoothed training losses over tokens. groups: {label: (index of the color, runs)}."""
+    """Returns the plot of smoothed training losses over tokens. groups: {label: (color index, runs)}."""
     lines = [one for name, (place, runs) in groups.items() for one in curves_of(name, runs, place, smoothed=True)]
     return drawing(title, lines, "tokens", unit="nats", focused=True)
 
@@ -124,7 +124,7 @@ def curve_plot(title: str, groups: Mapping[str, tuple[int, Sequence[Result]]]) -
 def curves_of(
     label: str, results: Sequence[Result], place: int, metric: str = "loss", by: float = 1.0, smoothed: bool = False
 ) -> list[PlotLine | PlotBand]:
-    """Returns mean and band of a metric over seeds, by tokens / `by`. If all diverged, returns the start of one run."""
+    """Returns a metric's mean and range over seeds, by tokens / `by`. If all diverged, returns the start of one run."""
     lines = []
     for result in [r for r in results if not r.diverged] or [until_lost(r) for r in results[:1]]:
         tokens, values = result.curve(metric)
@@ -135,14 +135,14 @@ def curves_of(
 
 
 def until_lost(result: Result) -> Result:
-    """Returns the result up to the first loss far above a uniform guess. Later losses would compress the plot."""
+    """Truncates the result where the loss far exceeds that of a uniform guess. Later losses would compress the plot."""
     rows, most = result.history.rows, LOST * math.log(result.trial.cfg.model.vocab_size)
     selected = itertools.takewhile(lambda row: row.get("loss") is None or row["loss"] <= most, rows)
     return result._replace(history=dataclasses.replace(result.history, rows=tuple(selected)))
 
 
 def banded(lines: Sequence[PlotLine]) -> list[PlotLine | PlotBand]:
-    """Returns the mean of lines at their shared x, and a band from the lowest to the highest."""
+    """Returns the mean of the lines at their common x values, and a band from the lowest to the highest line."""
     if len(lines) < 2:
         return list(lines)
     tables = [dict(zip(line.steps, line.values)) for line in lines]

@@ -13,7 +13,7 @@ def of(
     conclude: Callable[[Sequence[Result]], Conclusion],
     key: Callable[[Result], Any] | None = None,
 ) -> Callable[[Base, Options, Run], Conclusion]:
-    """Returns a function that runs trials and draws the conclusion. key: groups for rate.inside(), if it applies."""
+    """Returns a function that runs trials and returns the Conclusion. key: groups for rate.inside()."""
 
     def answer(base: Base, options: Options, run: Run) -> Conclusion:
         results = run(trials(base, options))

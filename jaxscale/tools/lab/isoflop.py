@@ -27,7 +27,7 @@ PREDICTED = (
 
 
 def isoflop_trials(base: Base, options: Options) -> list[Trial]:
-    """Returns trials of budgets x sizes x seeds. Budget and size determine the tokens of a run."""
+    """Returns trials of budgets x sizes x seeds. A run's number of tokens follows from budget and size."""
     tokens, found = train_tokens_of(base), []
     for part in BUDGETS:
         flops = part * tokens * base.cfg.flops_per_token
@@ -106,7 +106,7 @@ def params_of(result: Result) -> int:
 
 
 def kaplan_texts(by_budget: Mapping[float, Sequence[Result]], points: Sequence[Point]) -> list[str]:
-    """Returns a sentence comparing power laws without a loss floor with arXiv:2001.08361, or [] for too few points."""
+    """Returns a sentence that compares fits without a loss floor with arXiv:2001.08361, or [] with too few points."""
     lowest = {flops: min(r.loss for r in runs) for flops, runs in by_budget.items()}
     largest = max(p.params for p in points)
     largest_runs = [(p.tokens, p.loss) for p in points if p.params == largest]
@@ -121,7 +121,7 @@ def kaplan_texts(by_budget: Mapping[float, Sequence[Result]], points: Sequence[P
 
 
 def lowest_text(by_budget: Mapping[float, Sequence[Result]]) -> str:
-    """Returns a sentence about the best size at each budget, and whether this size is only a bound."""
+    """Returns a sentence with the best size at each budget. Marks best sizes that are the smallest or largest tried."""
     parts = []
     for flops, runs in by_budget.items():
         losses = {size: mean([r.loss for r in of]) for size, of in groups_of(runs, params_of).items()}

@@ -33,7 +33,7 @@ PREDICTED = (
 
 
 class Tried(NamedTuple):
-    """Prediction of a law for a size that was not fitted, and the measured loss."""
+    """A loss law's prediction for a size to which it was not fitted, and the measured loss."""
 
     point: Point  # parameters, tokens and loss; the loss is NaN if not trained
     predicted: Interval
@@ -43,7 +43,7 @@ class Tried(NamedTuple):
 
 
 def rung(base: Base, times: float, seeds: Sequence[int]) -> list[Trial]:
-    """Returns one trial per seed for a size, with the config's ratio of tokens to parameters."""
+    """Returns one trial per seed at one size of the ladder, with the config's ratio of tokens to parameters."""
     cfg, settings = base.cfg, larger(base.cfg, times)
     params = base.with_settings(settings).cfg.model.num_params
     steps = round(train_tokens_of(base) * params / cfg.model.num_params / cfg.tokens_per_step)
@@ -58,7 +58,7 @@ def ladder_trials(base: Base, options: Options) -> list[Trial]:
 
 
 def target_trial(base: Base, options: Options, most: int) -> Trial:
-    """Returns the trial of the smallest size with at least options.target times `most` parameters."""
+    """Returns a trial of the smallest model with at least options.target * most parameters."""
     heads = base.cfg.model.num_heads
     times = max(options.sizes or TIMES)
     while True:
@@ -130,7 +130,7 @@ def law_of(runs: Sequence[Result]) -> LossLaw:
 
 
 def compare(law: LossLaw, runs: Sequence[Result]) -> Tried:
-    """Returns a law's prediction for runs that were not fitted, or without runs for FAR times the largest run."""
+    """Returns a law's prediction for `runs`, to which it was not fitted, or without runs, for FAR times the largest."""
     most = max(law.points, key=lambda known: known.compute)
     if runs:
         point, measured = point_of(runs[0]), mean([r.loss for r in runs])
@@ -191,7 +191,7 @@ def kaplan_text(points: Sequence[Point]) -> str:
 def drawn(
     rungs: Sequence[Result], target: Sequence[Result], tried: Sequence[Tried], laws: Sequence[LossLaw]
 ) -> list[Drawing]:
-    """Returns the plot of loss over parameters, with measured losses and predictions with their intervals."""
+    """Returns the plot of loss over parameters, with measured losses, and predictions and their intervals."""
     ends = [point_of(r) for r in (*rungs, *(r for r in target if not r.diverged))]
     lines = [line("measured", [(p.params, p.loss) for p in ends], 0, "dots")]
     if laws:

@@ -35,7 +35,7 @@ def optimizer_trials(base: Base, options: Options) -> list[Trial]:
     known = typing.get_args(typing.get_type_hints(OptimConfig)["name"])
     for name in options.names or known:
         if name not in known:
-            raise BadInput(f"--names has {name!r}; optim.name must be one of {', '.join(known)}")
+            raise BadInput(f"--names has {name!r}, which is not an optimizer; use {', '.join(known)}")
         rates = options.rates or [middle_rate(optim, name) * factor for factor in FACTORS]
         found += over_rates(base, {OPTIMIZER: name}, rates, options.seeds_of(2))
     return found
@@ -92,7 +92,7 @@ def tokens_per_second(runs: Sequence[Result]) -> float:
 def faster_text(
     name: str, first: str, losses: Mapping[str, Mapping[int, float]], logs: Mapping[str, Mapping[int, float]]
 ) -> str:
-    """Returns a sentence comparing an optimizer with `first`. logs: log of tokens to the final loss of `first`."""
+    """Returns a sentence that compares an optimizer with `first`. logs: log of the tokens to first's final loss."""
     off = mean_difference(losses, name, first)
     if off.low is None:
         significance = "one seed cannot show whether the difference exceeds noise"

@@ -38,7 +38,7 @@ def precision_trials(base: Base, options: Options) -> list[Trial]:
     """Returns trials of precisions x seeds. Raises BadInput for an unknown precision."""
     for name in options.names:
         if name not in FORMS:
-            raise BadInput(f"--names has {name!r}; it must be one of {', '.join(FORMS)}")
+            raise BadInput(f"--names has {name!r}, which is not a precision; use {', '.join(FORMS)}")
     names = dict.fromkeys([FIRST, *(options.names or FORMS)])
     return [base.with_settings(FORMS[name], seed, at={FORM: name}) for name in names for seed in options.seeds_of(3)]
 
@@ -77,7 +77,7 @@ def conclude(results: Sequence[Result]) -> Conclusion:
 
 
 def line_above(name: str, run: Result, exact: Result, place: int) -> PlotLine:
-    """Returns the training loss in percent above the float32 run with the same batches."""
+    """Returns the percentage by which the training loss exceeds that of the float32 run with the same batches."""
     other = dict(zip(*exact.curve()))
     points = [(tokens, loss / other[tokens] - 1) for tokens, loss in zip(*run.curve()) if tokens in other]
     percents = smooth([100 * off for _, off in points], max(1, len(points) // SMOOTHED))

@@ -46,7 +46,7 @@ def rate_trials(base: Base, options: Options) -> list[Trial]:
 
 
 def middle_rate(optim: OptimConfig, name: str) -> float:
-    """Returns the center of the learning rates to try, scaled from the config's optimizer and learning rate."""
+    """Returns the middle of the learning rates to try, derived from the config's optimizer and learning rate."""
     return optim.peak_lr * BESIDE_ADAMW.get(name, 1.0) / BESIDE_ADAMW.get(optim.name, 1.0)
 
 
@@ -57,7 +57,7 @@ def over_rates(
     seeds: Iterable[int],
     also: Mapping[str, Any] | None = None,
 ) -> list[Trial]:
-    """Returns one trial per learning rate and seed. also: settings to change, if `settings` only label the trial."""
+    """Returns one trial per learning rate and seed. also: settings to apply, if `settings` are only labels."""
     optim = base.cfg.optim
     trials = []
     for rate in rates:
@@ -68,7 +68,7 @@ def over_rates(
 
 
 def inside(results: Sequence[Result], options: Options, run: Run, key: Callable[[Result], Any]) -> Sequence[Result]:
-    """Returns all results, after adding rates while a group's best is at an end of the range, unless --rates is set."""
+    """Returns all results. Adds rates while a group's best rate is at an end of the range, unless --rates is set."""
     for _ in range(0 if options.rates else FURTHER):
         further = [trial for runs in groups_of(results, key).values() for trial in beyond(runs)]
         if not further:
@@ -78,7 +78,7 @@ def inside(results: Sequence[Result], options: Options, run: Run, key: Callable[
 
 
 def beyond(runs: Sequence[Result]) -> list[Trial]:
-    """Returns one trial per seed at the next learning rate if the best is at an end of the range without divergence."""
+    """Returns one trial per seed at the next learning rate, if the best one is at an end without diverged runs."""
     rates = sorted({float(r.at(RATE)) for r in runs})
     curves = list(over_seeds(runs, RATE).values())
     edge = optimum(curves).edge if curves else "lowest"
@@ -93,7 +93,7 @@ def beyond(runs: Sequence[Result]) -> list[Trial]:
 
 
 def best_rate(runs: Sequence[Result]) -> tuple[Optimum | None, list[Cell]]:
-    """Returns (best learning rate or None, table cells with this rate, its loss, and rates with diverged runs)."""
+    """Returns the best learning rate, or None, and table cells: the rate, its loss, and the rates that diverged."""
     lost = sorted({float(r.at(RATE)) for r in runs if r.diverged})
     curves = list(over_seeds(runs, RATE).values())
     best = optimum(curves) if curves else None
@@ -102,7 +102,7 @@ def best_rate(runs: Sequence[Result]) -> tuple[Optimum | None, list[Cell]]:
 
 
 def bounds(groups: Mapping[str, Sequence[Result]]) -> list[str]:
-    """Returns a sentence about the groups whose best learning rate is at an end of the range, or []."""
+    """Returns a sentence that lists the groups whose best learning rate is at an end of the range, or []."""
     best = {name: best_rate(runs)[0] for name, runs in groups.items() if len({r.at(RATE) for r in runs}) > 1}
     return bounded({name: found for name, found in best.items() if found})
 
@@ -116,7 +116,7 @@ def bounded(best: Mapping[str, Optimum]) -> list[str]:
 
 
 def floor_of(optim: OptimConfig, rate: float) -> dict[str, float]:
-    """Returns the setting of the final learning rate, at the config's ratio to the peak, or {} for other schedules."""
+    """Returns the setting of the final learning rate, with the config's ratio to the peak, or {} if there is none."""
     if optim.decay not in FALLING:
         return {}
     return {"optim.min_lr": rate * optim.min_lr / optim.peak_lr if optim.peak_lr else 0.0}

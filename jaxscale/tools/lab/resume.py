@@ -33,7 +33,7 @@ def resume_trials(base: Base, options: Options) -> list[Trial]:
 
 
 def conclude(results: Sequence[Result]) -> Conclusion:
-    """Returns the Conclusion of these results. The first result is the uninterrupted run."""
+    """Returns the Conclusion of the experiment. The first result must be the uninterrupted run."""
     whole, *killed = results
     values = values_of(whole)
     verdict, rows, curves, marks = [], [], [line(WHOLE, zip(*whole.curve()))], []

@@ -32,7 +32,7 @@ def train_command(trial: Trial, folder: Any) -> list[str]:
 
 
 def command_lines(trials: Sequence[Trial], work: Any) -> list[str]:
-    """Returns one shell command per trial that has not ended, to run on Slurm, GKE or TPU VMs."""
+    """Returns one shell command per unfinished trial, to run on Slurm, GKE or TPU VMs."""
     waiting = [(trial, folder_of(trial, work)) for trial in trials]
     return [
         shlex.join(["python", *train_command(trial, folder)[1:]])
@@ -42,16 +42,16 @@ def command_lines(trials: Sequence[Trial], work: Any) -> list[str]:
 
 
 def run_all(trials: Sequence[Trial], work: Any, *, jobs: int, say: Callable[[str], None]) -> list[Result]:
-    """Returns the results of all trials in order. Runs `jobs` trials at a time, each on an equal share of the cores.
+    """Runs all trials, `jobs` at a time, and returns their results in the order of `trials`.
 
-    An interrupted trial resumes from its checkpoint, if there is one. Ctrl-C stops the running trials, and finished
-    results are not lost. Raises Stop with the exit code of a failed trial, unless the trial diverged.
+    Parallel trials share the CPU cores equally. An interrupted trial resumes from its checkpoint. Ctrl-C stops the
+    running trials and preserves finished results. If a trial fails, raises Stop with the exit code of the trial.
     """
     waiting = [trial for trial in trials if outcome_of(folder_of(trial, work)) is None]
     if waiting and paths.is_remote(str(work)):
         raise BadInput(
-            f"--workdir={work}: {len(waiting)} runs are pending, but runs start only in a local folder; pass "
-            "--dry_run to print their commands, and start them on other machines"
+            f"--workdir={work} must be a local folder to start the {len(waiting)} pending runs; use a local folder, or "
+            "print the commands with --dry_run and run them on other machines"
         )
     if done := len(trials) - len(waiting):
         say(f"{done} of {len(trials)} runs are already done, in {paths.as_path(work) / 'runs'}")
@@ -77,10 +77,10 @@ def run_all(trials: Sequence[Trial], work: Any, *, jobs: int, say: Callable[[str
 
 
 def run_trial(trial: Trial, folder: Any, slot: threading.local, stop: threading.Event) -> float | None:
-    """Runs a trial on `slot.cores`, and kills and restarts it at kill_at. Returns seconds, or None if stopped.
+    """Runs a trial on the CPU cores `slot.cores`. Returns its time in seconds, or None if `stop` was set.
 
-    The process has its own session, so Ctrl-C does not reach it. If `stop` is set, the process receives SIGTERM and
-    saves a checkpoint. Sets `stop` and raises Stop if the trial fails, which means an exit code that is not in ENDS.
+    The process is killed at step `trial.kill_at`, then restarted. It has its own session, so Ctrl-C does not reach it.
+    If `stop` is set, it saves a checkpoint and exits. If the trial fails, sets `stop` and raises Stop.
     """
     began, is_killed = time.monotonic(), True
     if stop.is_set():
@@ -109,12 +109,12 @@ def run_trial(trial: Trial, folder: Any, slot: threading.local, stop: threading.
         shown = "".join(f"\n    {line}" for line in lines)
         known = Exit(code) if code in list(Exit) else Exit.ERROR
         stop.set()
-        raise Stop(known, f"{trial.label} failed with exit code {code} ({meaning(code)}), in {folder}:{shown}")
+        raise Stop(known, f"{trial.label} failed with exit code {code} ({meaning(code)}) in {folder}; output:{shown}")
     return None if stop.is_set() else time.monotonic() - began
 
 
 def is_due(trial: Trial, folder: Any) -> bool:
-    """Returns True if a trial has reached its step kill_at and has not been killed yet."""
+    """Returns True if a trial has reached `trial.kill_at` and has not been killed yet."""
     file = folder / "metrics.jsonl"
     if trial.kill_at is None or (folder / KILLED).exists() or not file.exists():
         return False
@@ -122,7 +122,7 @@ def is_due(trial: Trial, folder: Any) -> bool:
 
 
 def default_jobs(platform: str | None) -> int:
-    """Returns the number of parallel runs: one per core, or one on an accelerator. platform: JAX_PLATFORMS, if set."""
+    """Returns the number of parallel runs: 1 on an accelerator, else the number of cores. platform: JAX_PLATFORMS."""
     has_accelerator = any(os.path.exists(file) for file in (*TPU_FILES, "/dev/nvidia0"))
     if has_accelerator if not platform else platform.split(",")[0] != "cpu":
         return 1

@@ -29,7 +29,7 @@ PREDICTED = (
 
 
 def shape_trials(base: Base, options: Options) -> list[Trial]:
-    """Returns trials of shapes x rates x seeds, all with the same number of tokens."""
+    """Returns one trial per shape, learning rate and seed. All trials have the same number of tokens."""
     cfg, found = base.cfg, []
     depths = dict.fromkeys(max(1, round(cfg.model.num_layers * times)) for times in options.sizes or TIMES)
     for layers in depths:
@@ -94,7 +94,7 @@ def row_of(result: Result, loss: Estimate) -> tuple[str, ...]:
 def in_words(
     names: Mapping[int, str], losses: Mapping[int, Mapping[int, float]], ratios: Mapping[int, float]
 ) -> list[str]:
-    """Returns sentences about the best shape, shapes within noise of the best, and the effect of shape on the loss."""
+    """Returns sentences on the best shape, the shapes equal within noise, and the effect of shape on the loss."""
     if not losses:
         return []
     means = {layers: mean(list(of.values())) for layers, of in losses.items()}

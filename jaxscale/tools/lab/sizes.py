@@ -19,31 +19,31 @@ AROUND = 1.3  # largest width to try, relative to the width with equal FLOPs at 
 
 
 def check_varied(model: AnyModelConfig) -> LlamaConfig:
-    """Returns the model config. Raises BadInput unless it is a dense Llama without latent attention."""
+    """Returns the config of a dense Llama. Raises BadInput for other models and for latent attention."""
     if not isinstance(model, LlamaConfig) or model.experts is not None or model.latent is not None:
         kind = "models with experts or latent attention" if isinstance(model, LlamaConfig) else repr(model.name)
-        raise BadInput(f"this experiment supports only dense models of model.name='llama', not {kind}")
+        raise BadInput(f"this experiment does not support {kind}; use a dense Llama, model.name='llama'")
     return model
 
 
 def train_tokens_of(base: Base) -> int:
-    """Returns the config's train_tokens. Raises BadInput if it is not a number, or for a ramp."""
+    """Returns cfg.train_tokens. Raises BadInput if it is not an integer, or if the config has a ramp."""
     tokens = base.cfg.train_tokens
     if base.cfg.seq_len_ramp or base.cfg.batch_ramp:
-        raise BadInput("this experiment needs one sequence length and batch size; remove seq_len_ramp and batch_ramp")
+        raise BadInput("this experiment does not support ramps; remove seq_len_ramp and batch_ramp")
     if not isinstance(tokens, int):
-        raise BadInput(f"train_tokens={tokens!r}; this experiment needs train_tokens as a number")
+        raise BadInput(f"train_tokens={tokens!r} must be an integer in this experiment, such as 20000000")
     return tokens
 
 
 def head_sizes(model: LlamaConfig, heads: int) -> dict[str, Any]:
-    """Returns settings for `heads` query heads with about the same ratio of key and value heads."""
+    """Returns settings for `heads` query heads, with about the config's ratio of KV heads to query heads."""
     groups = max(1, round(model.num_kv_heads * heads / model.num_heads))
     return {"num_heads": heads, "num_kv_heads": next(g for g in range(groups, 0, -1) if heads % g == 0)}
 
 
 def as_settings(cfg: RunConfig, model: dict[str, Any]) -> dict[str, Any]:
-    """Returns settings by dotted name, with the learning rate for the width. With muP, the rate does not change."""
+    """Returns {dotted name: value}, including the learning rate, which depends on the width unless muP is used."""
     base = check_varied(cfg.model)
     times = model["embed_dim"] / base.embed_dim
     rate = cfg.optim.peak_lr * (1.0 if base.mup is not None else rate_over_width(cfg.optim.name, times))
@@ -51,7 +51,7 @@ def as_settings(cfg: RunConfig, model: dict[str, Any]) -> dict[str, Any]:
 
 
 def wider(cfg: RunConfig, times: float) -> dict[str, Any]:
-    """Returns settings for a model `times` as wide, in whole heads. Raises BadInput for an unsupported model."""
+    """Returns settings for a model with `times` the width. Raises BadInput if the model is not supported."""
     model = check_varied(cfg.model)
     heads = max(1, round(model.num_heads * times))
     factor = heads / model.num_heads
@@ -60,22 +60,22 @@ def wider(cfg: RunConfig, times: float) -> dict[str, Any]:
 
 
 def larger(cfg: RunConfig, times: float) -> dict[str, Any]:
-    """Returns settings for a model `times` as wide and deep, in whole heads and layers. Raises BadInput as wider()."""
+    """Returns settings for a model with `times` the width and depth. Raises BadInput if the model is not supported."""
     settings = wider(cfg, times)
     factor = settings["model.num_heads"] / cfg.model.num_heads
     return settings | {"model.num_layers": max(1, round(cfg.model.num_layers * factor))}
 
 
 def inner_flops(model: ModelConfig, seq_len: int) -> float:
-    """Returns the training FLOPs per token of the blocks, without the embeddings and the head."""
+    """Returns the training FLOPs per token of the blocks, without embeddings and output projection."""
     return model.flops_per_token(seq_len) - 6 * model.vocab_size * model.embed_dim
 
 
 def shaped(cfg: RunConfig, layers: int) -> dict[str, Any]:
-    """Returns settings for a model with `layers` layers whose blocks have the FLOPs per token of the config's blocks.
+    """Returns settings for a model with `layers` layers and the same FLOPs per token in its blocks.
 
-    Tries widths up to AROUND times the ideal width, with an MLP size that gives equal FLOPs. Selects the width whose
-    ratio of MLP to width is nearest to the config's. Raises BadInput if no width fits, or for an unsupported model.
+    The MLP size follows from the width. Selects the width with the ratio of MLP size to width that is closest to the
+    config's. Raises BadInput if no width fits, or for an unsupported model.
     """
     model = check_varied(cfg.model)
     wanted, ideal = inner_flops(model, cfg.seq_len), model.embed_dim * math.sqrt(model.num_layers / layers)
@@ -93,7 +93,7 @@ def shaped(cfg: RunConfig, layers: int) -> dict[str, Any]:
             found[off] = sizes | {"mlp_dim": mlp}
     if not found or min(found) > math.log(2):
         raise BadInput(
-            f"no width gives a model of {layers} layers the FLOPs of {model.num_layers} layers of width "
-            f"{model.embed_dim}; pass other --sizes, or use a larger config"
+            f"no width gives {layers} layers as many FLOPs as the config's {model.num_layers} layers of width "
+            f"{model.embed_dim}; pass other --sizes, or use a larger model"
         )
     return as_settings(cfg, found[min(found)])

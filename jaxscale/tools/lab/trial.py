@@ -50,7 +50,7 @@ class Base:
         at: Mapping[str, Any] | None = None,
         kill_at: int | None = None,
     ) -> "Trial":
-        """Returns a trial. seed: offset from cfg.seed. also: unlabelled settings. at: settings for the label."""
+        """Returns a trial. seed: added to cfg.seed. also: settings that the label omits. at: settings in the label."""
         changed = UNGUARDED | {name: as_text(value) for name, value in {**(also or {}), **settings}.items()}
         overrides = dict(self.overrides) | changed | {"seed": str(self.cfg.seed + seed)}
         return Trial(self, dict(settings) if at is None else at, overrides, seed, kill_at)
@@ -79,7 +79,7 @@ class Trial:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A hash of all settings, which is equal for trials of the same run with different labels."""
+        """Hash of all settings. Trials with equal settings have the same digest, even if their labels differ."""
         facts = schema.flatten(schema.to_dict(self.cfg)) | ({"kill_at": self.kill_at} if self.kill_at else {})
         text = json.dumps(facts, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:DIGEST]
@@ -127,19 +127,19 @@ def as_text(value: Any) -> str:
 
 
 def distinct(trials: Iterable[Trial]) -> list[Trial]:
-    """Returns the trials without duplicates. If two trials are the same run, the last label is used."""
+    """Returns the trials without duplicates. Of trials with the same digest, only the last is returned."""
     return list({trial.digest: trial for trial in trials}.values())
 
 
 def folder_of(trial: Trial, work: Any) -> Any:
-    """Returns the folder of a trial, which may not exist yet. Experiments share folders with the same digest."""
+    """Returns the folder of a trial, which may not exist yet. Trials with the same digest share a folder."""
     folder = paths.as_path(work) / "runs"
     found = sorted(folder.glob(f"*-{trial.digest}"))
     return found[0] if found else folder / trial.name
 
 
 def outcome_of(folder: Any) -> int | None:
-    """Returns the exit code (one of ENDS) of the run in a folder, or None if it must be started or resumed."""
+    """Returns the exit code (in ENDS) of the finished run in a folder, or None if there is no finished run."""
     try:
         history = read_history(str(folder))
     except BadInput:  # the folder has no run
@@ -153,11 +153,11 @@ def outcome_of(folder: Any) -> int | None:
 
 
 def read_result(trial: Trial, work: Any) -> Result:
-    """Returns the Result of a trial. Raises BadInput if the trial has not ended."""
+    """Returns the Result of a trial. Raises BadInput if the trial is not finished."""
     folder = folder_of(trial, work)
     code = outcome_of(folder)
     if code is None:
-        raise BadInput(f"{folder}: the run has not ended; run the experiment again to resume it")
+        raise BadInput(f"{folder}: the run is not finished; run the experiment again to resume it")
     history = read_history(str(folder), None)
     loss = history.latest(LOSS)
     # A final loss no better than chance counts as diverged: a high learning rate can collapse a model although its
@@ -168,7 +168,7 @@ def read_result(trial: Trial, work: Any) -> Result:
 
 
 def seconds_of(rows: Iterable[Mapping[str, Any]]) -> float:
-    """Returns the total time of the steps. Each row has the mean step time since the previous row."""
+    """Returns the total step time in seconds. `step_seconds` of a row is the mean since the previous row."""
     total, before = 0.0, 0
     for row in rows:
         if "step_seconds" in row:

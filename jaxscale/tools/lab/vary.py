@@ -12,19 +12,19 @@ from jaxscale.tools.reporting.page_text import percent
 
 
 def vary_trials(base: Base, options: Options) -> list[Trial]:
-    """Returns trials of all combinations of values and seeds. Raises BadInput without a setting to vary."""
+    """Returns one trial per combination of values and seed. Raises BadInput if no setting is varied."""
     if not options.vary:
         raise BadInput("lab vary needs --vary=NAME=VALUE,VALUE, such as --vary=optim.peak_lr=1e-3,2e-3")
     names = [name for name, _ in options.vary]
     if "seed" in names:
-        raise BadInput("--vary=seed: all settings run with the same seeds; give their number as --seeds=N")
+        raise BadInput("--vary=seed is not supported; set the number of seeds with --seeds=N")
     grid = itertools.product(*(values for _, values in options.vary))
     trials = [base.with_settings(dict(zip(names, at)), seed) for at in grid for seed in options.seeds_of(3)]
     first: dict[str, str] = {}
     for trial in trials:
         label = label_of(trial)
         if (other := first.setdefault(trial.digest, label)) != label:
-            raise BadInput(f"--vary: {other} and {label} are the same run; give each value once")
+            raise BadInput(f"--vary: {other} and {label} give the same config; pass each value only once")
     return trials
 
 
@@ -68,7 +68,7 @@ def is_positive(text: str) -> bool:
 
 
 def winner(steady: dict[str, Estimate]) -> str:
-    """Returns a sentence about the setting with the lowest loss and the settings within noise of it."""
+    """Returns a sentence with the setting of lowest loss, and the settings that are equal within noise."""
     best, *others = sorted(steady, key=lambda name: steady[name].value)
     lowest = f"{best} has the lowest loss, {steady[best]} nats"
     if not others:

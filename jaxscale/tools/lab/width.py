@@ -39,7 +39,7 @@ PREDICTED = (
 
 
 def width_trials(base: Base, options: Options) -> list[Trial]:
-    """Returns trials of parametrisations x widths x rates x seeds. Raises BadInput for a model without muP."""
+    """Returns one trial per parametrisation, width, rate and seed. Raises BadInput for an unsupported model."""
     rates = options.rates or [base.cfg.optim.peak_lr * factor for factor in FACTORS]
     return [
         trial
@@ -49,7 +49,7 @@ def width_trials(base: Base, options: Options) -> list[Trial]:
 
 
 def coordinate_trials(base: Base, options: Options) -> list[Trial]:
-    """Returns trials of parametrisations x widths x seeds with a few steps, which log activation statistics."""
+    """Returns one trial of a few steps per parametrisation, width and seed, which logs activation statistics."""
     short = {
         "train_tokens": f"{STEPS + 1} steps", "optim.warmup_tokens": 0, "monitor.statistics_every_steps": 1,
         "checkpoint.save_every_steps": 0, "sample.num_tokens": 0,
@@ -72,7 +72,7 @@ def shapes_of(base: Base, options: Options) -> Iterable[tuple[dict[str, Any], di
 
 
 def answer(base: Base, options: Options, run: Run) -> Conclusion:
-    """Estimates how the best learning rate and the size of activations scale with width, with and without muP."""
+    """Measures how the best learning rate and the activations scale with width, with and without muP."""
     by_width = lambda r: (r.at(FORM), r.at(WIDTH))
     trials = distinct(width_trials(base, options))  # two sizes may round to the same number of heads
     results = run([*trials, *distinct(coordinate_trials(base, options))])
@@ -122,7 +122,7 @@ def conclude(results: Sequence[Result], looked_at: Sequence[Result]) -> Conclusi
 
 
 def check(form: str, runs: Sequence[Result]) -> tuple[str, list[PlotLine]]:
-    """Returns (sentence, plot lines) about the scaling of activations with width for one parametrisation."""
+    """Returns (sentence, plot lines) that describe how activations scale with width in one parametrisation."""
     finite = [r for r in runs if all(math.isfinite(size_of(r, kind)) for kind in KINDS)]
     lost = len(runs) - len(finite)
     left_out = f" {lost} of {len(runs)} runs have no finite activation statistics and were excluded." if lost else ""
@@ -141,7 +141,7 @@ def check(form: str, runs: Sequence[Result]) -> tuple[str, list[PlotLine]]:
 
 
 def size_of(run: Result, kind: str) -> float:
-    """Returns the RMS of activations after STEPS steps, averaged over layers, or NaN if a value is not finite."""
+    """Returns the RMS of activations after STEPS steps, averaged over layers, or NaN if any value is not finite."""
     kind_values = lambda row: [value for name, value in row.items() if name.startswith(f"stats/{kind}_rms/")]
     last = [value for row in run.history.rows if row["step"] > STEPS for value in kind_values(row)]
     return mean(last).value if last and all(map(is_finite, last)) else math.nan

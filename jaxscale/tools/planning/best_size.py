@@ -80,7 +80,7 @@ class SizeLaw:
 
 
 class Curve(NamedTuple):
-    """Training loss of a run over its tokens, or the final losses of several runs of one size."""
+    """Training loss of one run by tokens, or final losses of several runs of the same size."""
 
     params: float
     flops_per_token: float
@@ -89,7 +89,7 @@ class Curve(NamedTuple):
 
 
 class Approach(NamedTuple):
-    """The result of one approach. `text` states the result, or why there is none."""
+    """Result of one approach. `text` states the law, or the reason that there is none."""
 
     name: str
     law: SizeLaw | None  # None for approach 3, or if the runs determine no law
@@ -97,30 +97,30 @@ class Approach(NamedTuple):
 
 
 def curve_of_run(params: float, flops_per_token: float, tokens: Sequence[float], losses: Sequence[float]) -> Curve:
-    """Returns the curve of one run without the first SETTLED fraction of its tokens."""
+    """Returns the curve of one run, omitting the first tokens (the fraction SETTLED)."""
     begin = bisect.bisect_left(tokens, SETTLED * tokens[-1]) if len(tokens) else 0
     return Curve(params, flops_per_token, tokens[begin:], losses[begin:])
 
 
 def envelope(curves: Sequence[Curve], *, draws: int = 400, seed: int = 0) -> SizeLaw:
-    """Returns the law of approach 1, with the edges as optima. Raises BadInput for fewer than three edges."""
+    """Returns the law of approach 1. Raises BadInput if the best size changes at fewer than three FLOP counts."""
     known = [curve for curve in curves if len(curve.tokens) > 1]
     edges, left_out = find_edges(known) if known else ([], [])
     if len(edges) < MIN_GROUPS:
         raise BadInput(
-            f"approach 1 needs {MIN_GROUPS} crossings between {MIN_GROUPS + 1} sizes that each have the lowest curve "
-            f"over some range of FLOPs, but the {len(known)} curves show {len(edges)} crossings"
+            f"approach 1 needs {MIN_GROUPS} FLOP counts where the best size changes, so at least {MIN_GROUPS + 1} "
+            f"sizes, but the {len(known)} curves have {len(edges)} such FLOP counts"
             + "".join(f"; {reason}" for reason in left_out[:3])
-            + "; add sizes between or outside these, or longer runs"
+            + "; add runs of other sizes, or longer runs"
         )
     return SizeLaw(tuple(edges), tuple(left_out), tuple(lines_through_edges(edges, draws, np.random.default_rng(seed))))
 
 
 def lines_through_edges(edges: Sequence[BestSize], draws: int, rng: np.random.Generator) -> list[Lines]:
-    """Returns the lines through the edges, followed by the lines of each bootstrap draw.
+    """Returns the lines fitted to `edges`, then the lines of each bootstrap draw.
 
-    Sizes are chosen and FLOPs are observed, so log C is fitted over log N and the line is inverted. A draw resamples
-    residuals, scaled by Student's factor for the uncertainty of few edges. D follows from N and C.
+    Only FLOPs have an error, so log C is fitted over log N and the line is inverted. Each bootstrap draw resamples the
+    residuals and scales them by Student's factor for few points. D follows from N and C.
     """
     log_flops, log_params, log_tokens = np.log([(e.flops, e.params, e.tokens) for e in edges]).T
     number, middle = len(edges), (log_params.mean(), log_flops.mean())
@@ -144,14 +144,14 @@ def lines_through_edges(edges: Sequence[BestSize], draws: int, rng: np.random.Ge
 def losses_by_size(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Returns (FLOPs [C], lowest smoothed loss per size [S, C], parameters [S], FLOPs per token [S]).
 
-    Sizes are in increasing order. Losses are infinite outside the curves. Raises BadInput for a loss or token count
-    that is not finite and positive.
+    Sizes are in increasing order. A loss is infinite where no curve has this FLOP count. Raises BadInput if a loss or
+    token count is not finite and positive.
     """
     for curve in curves:
         if not (min(*curve.tokens, *curve.losses) > 0 and np.isfinite(curve.losses).all()):
             raise BadInput(
-                f"a curve of {curve.params:.3g} parameters has tokens or losses that are not finite and above 0; "
-                "exclude it"
+                f"a run with {curve.params:.3g} parameters has a loss or token count that is not finite and above 0; "
+                "exclude this run"
             )
     ends = [(curve.flops_per_token * curve.tokens[0], curve.flops_per_token * curve.tokens[-1]) for curve in curves]
     flops_C = np.geomspace(min(begin for begin, _ in ends), max(end for _, end in ends), NUM_FLOPS)
@@ -165,7 +165,7 @@ def losses_by_size(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def find_edges(curves: Sequence[Curve]) -> tuple[list[BestSize], list[str]]:
-    """Returns (edges where a size overtakes a smaller one, reasons for edges that were left out)."""
+    """Returns (optima at the FLOP counts where the best size changes, reasons for excluded FLOP counts)."""
     flops_C, losses_SC, params_S, per_token_S = losses_by_size(curves)
     some = np.isfinite(losses_SC).any(axis=0)
     flops_C, losses_SC = flops_C[some], losses_SC[:, some]
@@ -194,7 +194,7 @@ def find_edges(curves: Sequence[Curve]) -> tuple[list[BestSize], list[str]]:
 
 
 def smooth(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (log tokens, log loss), smoothed by local lines with Gaussian weights, which preserves power laws."""
+    """Returns (log tokens, smoothed log loss). Local linear regression in log-log preserves power laws."""
     x, y = np.log(curve.tokens), np.log(curve.losses)
     bins = np.digitize(x, np.linspace(x[0], x[-1], BINS))
     number = np.bincount(bins)
@@ -209,7 +209,7 @@ def smooth(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Returns the first value as middle, and quantiles of all values as bounds, widened to include the first."""
+    """Returns the first value, with a quantile interval of all values that includes the first value."""
     low, high = np.quantile(values, INTERVAL)
     return Interval(min(float(low), values[0]), values[0], max(float(high), values[0]))
 
@@ -222,10 +222,10 @@ def parabolas(
     draws: int = 400,
     seed: int = 0,
 ) -> SizeLaw:
-    """Returns the law of approach 2, from runs of equal FLOPs. Deterministic for the same points and seed.
+    """Returns the law of approach 2. The result is deterministic for the same points and seed.
 
-    budgets: FLOPs of each group; if empty, runs are grouped by their FLOPs. within: largest relative difference from
-    the FLOPs of the group. Raises BadInput if fewer than three groups have a best size inside the sizes tried.
+    budgets: FLOPs of each group; if empty, groups have similar FLOPs. within: largest relative difference from the
+    group's FLOPs. Raises BadInput if fewer than three groups have their best size inside the range of sizes.
     """
     rng, groups = np.random.default_rng(seed), equal_flops_groups(points, budgets, within)
     found = [(group, parabola_minimum(group, np.ones(len(group)))) for group in groups]
@@ -233,8 +233,8 @@ def parabolas(
     left_out = [reason for _, reason in found if isinstance(reason, str)]
     if len(optima) < MIN_GROUPS:
         raise BadInput(
-            f"approach 2 needs {MIN_GROUPS} FLOP budgets with a best size inside the sizes tried, but the runs have "
-            f"only {len(optima)}" + "".join(f"; {reason}" for reason in left_out[:3])
+            f"approach 2 needs {MIN_GROUPS} FLOP budgets whose best size is inside the range of sizes, but only "
+            f"{len(optima)} have one; add runs of other sizes" + "".join(f"; {reason}" for reason in left_out[:3])
         )
     used = [group for group, optimum in found if isinstance(optimum, BestSize)]
 
@@ -265,7 +265,7 @@ def equal_flops_groups(points: Sequence[Point], budgets: Sequence[float], within
 
 
 def group_by(points: Iterable[T], key: Callable[[T], float], within: float) -> list[list[T]]:
-    """Returns the sorted points in groups. Within a group, the relative difference of keys is at most `within`."""
+    """Returns the sorted points in groups whose keys have a relative difference of at most `within`."""
     groups: list[list[T]] = []
     for point in sorted(points, key=key):
         if groups and key(point) <= (1 + within) * key(groups[-1][0]):
@@ -276,7 +276,7 @@ def group_by(points: Iterable[T], key: Callable[[T], float], within: float) -> l
 
 
 def parabola_minimum(group: Sequence[Point], weights: np.ndarray) -> BestSize | str:
-    """Returns the minimum of a parabola of loss in log N, or the reason that there is none."""
+    """Returns the minimum of a parabola fitted to the loss over log N, or the reason that there is none."""
     log_params = np.log([point.params for point in group])
     flops = math.exp(float(np.mean(np.log([point.compute for point in group]))))
     name = f"{flops:.2e} FLOPs"
@@ -304,7 +304,7 @@ def three_approaches(
     within: float = 0.1,
     law: LossLaw | None = None,
 ) -> list[Approach]:
-    """Returns the results of all approaches. description: name of `flops` in texts. law: fit of `points`, if known."""
+    """Returns the results of all approaches. description: text about `flops`. law: fit of `points`, if known."""
     found = []
     for name, make in (
         (CURVES, lambda: envelope(curves)),
@@ -326,7 +326,7 @@ def three_approaches(
 
 
 def loss_law_text(points: Sequence[Point], flops: float, law: LossLaw | None = None) -> str:
-    """Returns the loss law of approach 3 and its compute-optimal size as text."""
+    """Returns text with the loss law of approach 3 and the compute-optimal size."""
     try:
         law = law or fit(points)
     except BadInput as error:

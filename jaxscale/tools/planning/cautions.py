@@ -28,7 +28,7 @@ class Caution(NamedTuple):
 
 
 def warmup_too_short(params: float, warmup_steps: int, warmup_tokens: float, b2: float) -> Caution | None:
-    """Warns about a warmup with too few steps for Adam's second moment, or from 1B parameters below published runs."""
+    """Warns if the warmup is too short for Adam's second moment, or for a model of 1B or more parameters."""
     least = 2 / (1 - b2)
     if warmup_steps < least:
         return Caution(
@@ -75,7 +75,7 @@ def rate_range(params: float, tokens: float, batch_tokens: float) -> tuple[cost.
 def rate_outside(
     params: float, tokens: float, batch_tokens: float, peak_lr: float, optimizer: str = "adamw"
 ) -> Caution | None:
-    """Warns about a peak learning rate outside the published range. optimizer: a key of scaling.TIMES_ADAMW."""
+    """Warns if the peak learning rate is outside the published range. optimizer: a key of scaling.TIMES_ADAMW."""
     span, lines = rate_range(params, tokens, batch_tokens)
     if (factors := scaling.TIMES_ADAMW[optimizer]) != (1.0, 1.0):
         low, high = factors
@@ -121,7 +121,7 @@ def too_many_tokens(tokens: float) -> Caution | None:
 
 
 def wall_too_long(wall: cost.Range, num_chips: float, flops: float | None) -> Caution | None:
-    """Warns about a run longer than MAX_SECONDS. flops: training FLOPs of a decoder, for proposing a smaller size."""
+    """Warns if the run is longer than MAX_SECONDS. flops: training FLOPs of a decoder, to propose a smaller size."""
     if wall.low <= MAX_SECONDS:
         return None
     share, longest = MAX_SECONDS / wall.high, f"{MAX_SECONDS / cost.DAY:.0f} days"
@@ -158,7 +158,7 @@ def exposed_communication(products: float, exposed: float) -> Caution | None:
 
 
 def unknown_bandwidth(domains: int, devices: int, chip: Chip) -> Caution | None:
-    """Warns about unknown link bandwidth. domains: number of hosts or slices that `devices` are on."""
+    """Warns if the link bandwidth is unknown. domains, devices: numbers of hosts (or slices) and of devices."""
     inside, outside = devices > domains, domains > 1
     if (chip.ici_bandwidth or not inside) and (chip.dcn_bandwidth or not outside):
         return None
@@ -172,7 +172,7 @@ def unknown_bandwidth(domains: int, devices: int, chip: Chip) -> Caution | None:
 
 
 def mfu_beyond_reach(mfu: float, step: float, products: float) -> Caution | None:
-    """Warns about a requested MFU that makes the step shorter than its matmuls at peak. step, products: seconds."""
+    """Warns if --mfu is impossible. step: seconds at this MFU. products: seconds of the matmuls at peak FLOP/s."""
     if step >= products:
         return None
     return Caution(
@@ -184,7 +184,7 @@ def mfu_beyond_reach(mfu: float, step: float, products: float) -> Caution | None
 
 
 def horizon_too_far(schedule_tokens: float, tokens: float, decay: str, limit: str) -> Caution | None:
-    """Warns about a run that ends before its schedule. limit: what ends the run, such as 'the budget'."""
+    """Warns if the run ends before its learning rate schedule. limit: what ends the run, such as 'the budget'."""
     if decay in ("constant", "inverse_sqrt") or tokens >= schedule_tokens:
         return None
     over = schedule_tokens / tokens - 1
@@ -199,7 +199,7 @@ def horizon_too_far(schedule_tokens: float, tokens: float, decay: str, limit: st
 
 
 def batch_too_large(params: float, tokens: float, batch_tokens: float) -> Caution | None:
-    """Warns about a batch above the critical batch at the expected final loss, where it is largest."""
+    """Warns if the batch is larger than the critical batch size at the expected final loss."""
     loss = scaling.fitted_loss(params, tokens)
     if loss is None or batch_tokens <= (critical := scaling.critical_batch(loss)):
         return None
@@ -214,7 +214,7 @@ def batch_too_large(params: float, tokens: float, batch_tokens: float) -> Cautio
 
 
 def save_interval(interval: float, save_seconds: float, num_chips: float, wall_seconds: float) -> Caution | None:
-    """Warns about a checkpoint interval that loses 1% more of the time than the best interval."""
+    """Warns if the checkpoint interval loses at least 1% more of the run time than the best interval."""
     mtbf = cost.mean_seconds_between_failures(num_chips)
     best = min(cost.best_save_interval(save_seconds, mtbf), wall_seconds)  # every run saves at its end
     interval = min(interval, wall_seconds)
@@ -235,7 +235,7 @@ def save_interval(interval: float, save_seconds: float, num_chips: float, wall_s
 
 
 def tensor_over_slow_links(tensor: int, domain_size: int, chip: Chip) -> Caution | None:
-    """Warns about tensor parallelism over slow links. domain_size: number of devices of a host or slice."""
+    """Warns if tensor parallelism uses slow links. domain_size: number of devices in a host or slice."""
     if tensor == 1 or (tensor <= domain_size and chip.ici_bandwidth):
         return None
     reason = f"a host or slice has {domain_size} devices" if chip.ici_bandwidth else f"{chip.name} has no fast links"
@@ -248,7 +248,7 @@ def tensor_over_slow_links(tensor: int, domain_size: int, chip: Chip) -> Caution
 
 
 def bubble_too_large(schedule: ScheduleSize, num_layers: int) -> Caution | None:
-    """Warns about fewer than two microbatches per pipeline stage, which make the bubble a third or more."""
+    """Warns if there are fewer than two microbatches per pipeline stage."""
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
     if stages == 1 or schedule.chunk_runs >= 2 * stages:
         return None
@@ -271,7 +271,7 @@ def bubble_too_large(schedule: ScheduleSize, num_layers: int) -> Caution | None:
 
 
 def wrong_axis_across_slices(crossing: str, number: int, seconds: Mapping[str, float]) -> Caution | None:
-    """Warns if data crosses slices or hosts although pipeline would send less, or vice versa. seconds: by axis."""
+    """Warns if data crosses slices although pipeline would send less, or vice versa. seconds: {axis: seconds}."""
     (other,) = set(seconds) - {crossing}
     if seconds[crossing] <= 2 * seconds[other]:
         return None
@@ -302,7 +302,7 @@ def too_few_positions(context: int, seq_len: int, least: int = MIN_POSITIONS) ->
 
 
 def dtype_mismatch(dtype: str, chip: Chip) -> Caution | None:
-    """Warns about a compute dtype that is slow on the chip, or float16 where the chip supports bfloat16."""
+    """Warns if the compute dtype is slow on the chip, or is float16 although the chip supports bfloat16."""
     if dtype == "float16" and chip.bfloat16:
         return Caution(
             f"model.compute_dtype='float16' on {chip.name}, which has bfloat16 at the same speed",
@@ -338,7 +338,7 @@ def has_matrix_units(chip: Chip) -> bool:
 
 
 def pass_too_short(pass_seconds: float, least: float = 0.001) -> Caution | None:
-    """Warns about passes (forward and backward of one microbatch) that are too short for the published MFU range."""
+    """Warns if a pass (forward and backward of one microbatch) is too short for the published MFU range."""
     if pass_seconds >= least:
         return None
     return Caution(
@@ -351,7 +351,7 @@ def pass_too_short(pass_seconds: float, least: float = 0.001) -> Caution | None:
 
 
 def too_many_epochs(epochs: float, most: float = 4.0) -> Caution | None:
-    """Warns about more than `most` epochs, beyond which repeated text is worth less than new text."""
+    """Warns if training repeats the data for more than `most` epochs."""
     if epochs <= most:
         return None
     return Caution(

@@ -33,7 +33,7 @@ Sizes = Mapping[tuple[str, ...], float]  # {logical axes of weights: gathered el
 
 
 class PlannedCollective(NamedTuple):
-    """All collectives of one device in a step with the same kind, axis and purpose."""
+    """All collectives of one kind, mesh axis and purpose that a device runs in a step."""
 
     axis: str
     kind: str
@@ -50,7 +50,7 @@ def step_collectives(program: Program) -> list[PlannedCollective]:
 
 
 def layer_weights(program: Program) -> list[PlannedCollective]:
-    """Returns the collectives of weights and gradients: per layer and microbatch, and once per step over replicas."""
+    """Returns the collectives of weights and gradients of a model without pipeline stages."""
     cfg, model, tensor, parts = program.cfg, program.cfg.model, program.plan.tensor.size, program.plan.num_microbatches
     expert_params = tables = 0  # embedding tables are gathered once for the lookup's gradient and the loss
     if isinstance(model, LlamaConfig) and (experts := model.experts) is not None:
@@ -66,7 +66,7 @@ def layer_weights(program: Program) -> list[PlannedCollective]:
 
 
 def stage_weights(program: Program) -> list[PlannedCollective]:
-    """Returns the collectives of a pipeline stage's weights and gradients, which run once per step without overlap."""
+    """Returns the collectives of weights and gradients of a pipeline stage, which run once per step."""
     axes, width = program.plan.batch_axes, compute_bytes(program)
     weights, grads = (stage_elements(program, tree) for tree in (program.abstract_state.params, program.abstract_grads))
     params, grad_params = ({MATRIX: one.layers + one.others, EXPERT_MATRIX: one.experts} for one in (weights, grads))
@@ -82,11 +82,11 @@ def stage_weights(program: Program) -> list[PlannedCollective]:
 def weight_collectives(
     program: Program, params: Sizes, gathered: Sizes, grads: Sizes, *, scattered: tuple[int, int], overlaps: bool
 ) -> list[PlannedCollective]:
-    """Returns the all-gathers of weights, the reduce-scatters of gradients, and the gradient all-reduce over replicas.
+    """Returns the all-gathers of weights, and the reduce-scatters and all-reduces of gradients.
 
-    gathered: `params` times the number of gathers inside layers, in the compute dtype. zero1 and zero2 instead gather
-    once after the update, in float32; expert weights are always gathered inside layers over their axis. scattered:
-    number of gradient reduce-scatters (inside layers, to the sharding of the moments).
+    Weights are gathered inside layers in the compute dtype, or after the update in float32 with zero1 and zero2. Expert
+    weights are always gathered inside layers over the expert axis. gathered: elements of all gathers inside layers.
+    scattered: number of gradient reduce-scatters (inside layers, to the sharding of the moments).
     """
     axes, width = program.plan.batch_axes, compute_bytes(program)
     reduced, found = jnp.dtype(program.cfg.train.reduce_dtype).itemsize, []
@@ -107,9 +107,9 @@ def weight_collectives(
 
 
 def activations(program: Program) -> list[PlannedCollective]:
-    """Returns the collectives of activations over the tensor, context, expert and pipeline axes.
+    """Returns the collectives of activations along the tensor, context, expert and pipeline axes.
 
-    Attention and the MLP may gather different widths over the tensor axis, so the mean of both is used.
+    Attention and the MLP may gather different widths along the tensor axis, so their mean is used.
     """
     cfg, plan, model, width = program.cfg, program.plan, program.cfg.model, compute_bytes(program)
     layers = plan.pipeline.layer_slots if plan.pipeline.size > 1 else model.num_layers
@@ -139,7 +139,7 @@ def planned(collectives: Iterable[CollectiveBytes], *, in_stage: bool = False) -
 
 
 def routing_assumption(program: Program) -> str:
-    """Returns the plan's assumption about expert routing as text, or '' for a dense model."""
+    """Returns text with the assumed expert routing, or '' for a dense model."""
     if program.cfg.model.experts is None:
         return ""
     if program.plan.expert.size == 1:

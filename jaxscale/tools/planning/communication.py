@@ -47,7 +47,7 @@ class CommunicationTime:
     nbytes: Mapping[str, float] = dataclasses.field(default_factory=dict)  # {mesh axis: bytes sent}
 
     def exposed_s(self, compute_s: float) -> float:
-        """Returns the blocking time, plus the part of the other time that exceeds the compute time."""
+        """Returns the communication time that does not overlap with `compute_s` seconds of matmuls."""
         return self.blocking_s + max(0.0, self.total_s - self.blocking_s - compute_s)
 
 
@@ -62,12 +62,12 @@ class Links:
 
 
 def communication_time(program: Program, topology: Topology) -> CommunicationTime:
-    """Returns the communication time of a step. Each phase uses the links of its torus dimension.
+    """Returns the communication time of a step.
 
-    The kinds from overlapped_kinds() are assumed to overlap with matmuls, except for a fraction of the experts' weights
-    and gradients (collectives.EXPOSED). Exposed are the all-reduce over data at the end of a step, and the activation
-    sums over tensor, which the next matmul needs. Exposed collectives inside the layers of a pipeline stage also delay
-    the other stages.
+    Kinds in overlapped_kinds() are assumed to overlap with matmuls, except for a fraction (collectives.EXPOSED) of the
+    expert weights and gradients. The gradient all-reduce at the end of a step is exposed, as are the activations over
+    the tensor axis, which the next matmul needs. Exposed collectives inside the layers of a pipeline stage delay the
+    other stages too.
     """
     chip, links = topology.chip, mesh_links(program.mesh, topology.chip)
     overlapped = overlapped_kinds(program, topology)
@@ -90,11 +90,11 @@ def communication_time(program: Program, topology: Topology) -> CommunicationTim
 
 
 def slice_crossing(program: Program, topology: Topology) -> tuple[str, int, dict[str, float]] | None:
-    """Returns (the axis, data or pipeline, that crosses slices or hosts, their number, {axis: seconds if it crossed}).
+    """Returns (axis that crosses slices or hosts, number of slices or hosts, {axis: seconds if this axis crosses}).
 
-    Returns None if no such axis or several axes cross, or if the bandwidth is unknown. To compare both axes over n
-    slices, n replicas become n times as many stages, each with the rows of all replicas in the same number of
-    microbatches. Conversely, stages become replicas with n times the layers.
+    Returns None unless only one axis crosses, this axis is data or pipeline, and the bandwidth is known. For n slices,
+    data parallelism is compared with n times as many stages, which process the rows of all replicas in the same
+    number of microbatches. Pipeline parallelism is compared with n replicas with n times as many layers per stage.
     """
     shape, chip = program.mesh.shape, topology.chip
     crossings = {axis: number for axis, number in mesh_links(program.mesh, chip).slices.items() if number > 1}
@@ -112,7 +112,7 @@ def slice_crossing(program: Program, topology: Topology) -> tuple[str, int, dict
 
 @functools.lru_cache(maxsize=64)
 def mesh_links(mesh: Mesh, chip: Chip) -> Links:
-    """Returns the links of a mesh. The result is cached because many estimates use it."""
+    """Returns the links that each mesh axis uses. Cached, because many estimates use the same mesh."""
     devices, shape = list(mesh.devices.flat), dict(mesh.shape)
     groups, torus = link_domains(devices), make_torus(devices, chip)
     slices = dcn_shape(shape, "group", groups) if len(set(groups)) > 1 else dict.fromkeys(shape, 1)
@@ -131,9 +131,9 @@ def mesh_links(mesh: Mesh, chip: Chip) -> Links:
 
 
 def axis_phases(collective: PlannedCollective, links: Links, fused: bool) -> list[Phase]:
-    """Returns the phases of a collective along its axis: within a slice, then across the slices that the axis crosses.
+    """Returns the phases of a collective: within a slice, then across slices if the axis crosses slices.
 
-    A collective-permute across slices sends whole messages, and all devices wait for the slowest message.
+    A collective-permute across slices takes as long as its slowest message.
     """
     number = links.slices[collective.axis]
     if collective.kind == "collective-permute":
@@ -150,9 +150,9 @@ def axis_phases(collective: PlannedCollective, links: Links, fused: bool) -> lis
 def overlapped_kinds(program: Program, topology: Topology) -> frozenset[str]:
     """Returns the kinds of collectives that the compiler overlaps with matmuls.
 
-    XLA:TPU (libtpu 0.0.51) overlaps all-gathers on v5e, and on other chips the collectives offloaded to the
-    SparseCores. XLA:GPU overlaps all-gathers and reduce-scatters by its latency-hiding scheduler. Observed in compiled
-    schedules of this project's programs, 2026-11-23; not timed.
+    XLA:TPU (libtpu 0.0.51) overlaps all-gathers on v5e, and on other chips the collectives that run on SparseCores.
+    XLA:GPU overlaps all-gathers and reduce-scatters. All compilers overlap collective-permutes. Observed in compiled
+    schedules of jaxscale programs, 2026-11-23; not timed.
     """
     if topology.platform == "gpu":
         return KINDS | PERMUTE
@@ -165,11 +165,10 @@ def overlapped_kinds(program: Program, topology: Topology) -> frozenset[str]:
 def torus_phases(
     collective: PlannedCollective, lines: Sequence[Phase], torus: Torus | None, fused: bool
 ) -> tuple[Phase, ...]:
-    """Returns the phases of a collective from kernels/collectives.py, as XLA:TPU (libtpu 0.0.51) runs it.
+    """Returns the phases of a collective from kernels/collectives.py, as compiled by XLA:TPU (libtpu 0.0.51).
 
-    fused: True if a gather or scatter over several torus dimensions is one operation. A fused gather then uses the
-    links of all dimensions, and a fused scatter uses one ring through all of them. Unfused gathers over two dimensions
-    also use one ring.
+    fused: True if a gather or scatter over several torus dimensions is one operation. A fused gather uses the links of
+    all dimensions. A fused scatter uses one ring through all dimensions, as does an unfused gather over two dimensions.
     """
     if torus is None or len(lines) < 2:
         return collective_phases(collective.kind, collective.nbytes, lines)

@@ -44,7 +44,7 @@ def flops_for_dollars(dollars: float, price: float, chip_peak_flops: float, mfu:
 
 
 def megawatt_hours(watts: float, num_chips: float, wall_seconds: float, pue: float) -> float:
-    """Returns the energy of the chips at full load times PUE. Excludes hosts and network."""
+    """Returns the energy of the chips at full load, multiplied by PUE. Excludes hosts and network."""
     return watts * num_chips * wall_seconds / HOUR * pue / 1e6
 
 
@@ -54,17 +54,17 @@ def mean_seconds_between_failures(num_chips: float) -> float:
 
 
 def best_save_interval(save_seconds: float, between_failures: float) -> float:
-    """Returns sqrt(2 x save x MTBF) seconds (Young, CACM 17(9), 1974; Daly, FGCS 22(3), 2006)."""
+    """Returns sqrt(2 x save time x MTBF) in seconds (Young, CACM 17(9), 1974; Daly, FGCS 22(3), 2006)."""
     return math.sqrt(2 * save_seconds * between_failures)
 
 
 def lost_share(interval: float, save_seconds: float, between_failures: float) -> float:
-    """Returns the fraction of time lost to saving and to repeating half an interval per failure, to first order."""
+    """Returns the fraction of time lost to saves, and to repeating half an interval after each failure."""
     return save_seconds / interval + interval / (2 * between_failures)
 
 
 def num_checkpoints(total_steps: int, save_every: int, keep_last: int, keep_every: int, keep_best: int) -> int:
-    """Returns the number of checkpoints in storage at the end of a run."""
+    """Returns the number of checkpoints that are stored at the end of a run."""
     num_saves = max(1, math.ceil(total_steps / save_every) if save_every else 1)
     permanent = total_steps // keep_every if keep_every else 0
     return min(num_saves, keep_last + permanent + keep_best)

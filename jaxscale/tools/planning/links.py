@@ -19,7 +19,7 @@ DCN = "dcn"
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """The part of a collective that uses one set of links. With nbytes=0, only the links are described."""
+    """The part of a collective that uses one set of links. With nbytes=0, it only describes the links."""
 
     along: str  # CORE, SWITCH, DCN, a torus dimension, or 'xy' for links of x and y at once
     size: int  # number of participating devices
@@ -28,18 +28,18 @@ class Phase:
 
     @property
     def queues(self) -> tuple[str, ...]:
-        """Names of the links that only one phase can use at a time."""
+        """Names of the links in use. Only one phase at a time can use a link."""
         return tuple(self.along) if set(self.along) <= set(DIMENSIONS) else (self.along,)
 
     def seconds(self, chip: Chip) -> float | None:
-        """Returns the time that this phase occupies its links, or None if their bandwidth is unknown."""
+        """Returns the time that this phase uses its links, or None if the bandwidth is unknown."""
         bandwidth = chip.dcn_bandwidth if self.along == DCN else chip.ici_bandwidth
         return self.nbytes / (bandwidth * self.share) if bandwidth else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Torus:
-    """Torus coordinates of the devices of a mesh, in the order of the mesh."""
+    """Torus coordinates of the devices of a mesh, in mesh order."""
 
     coords: tuple[tuple[int, ...], ...]  # per device: one coordinate per dimension, then the core within the chip
     sides: tuple[int, ...]
@@ -61,10 +61,10 @@ def make_torus(devices: Sequence[Any], chip: Chip) -> Torus | None:
 
 
 def group_lines(torus: Torus | None, members: Sequence[int]) -> tuple[Phase, ...]:
-    """Returns the links between the members of a group in one slice: one phase without bytes per dimension.
+    """Returns the links between devices of one slice: one Phase with nbytes=0 per torus dimension.
 
-    The slowest-varying dimension is first. A ring uses two links per chip. A line uses one, since each end has only one
-    link into the line. Interleaved groups share these links. Members that do not fill a box use one link.
+    The slowest-varying dimension is first. A ring uses two links per chip, and a line uses one. Interleaved groups
+    share these links. A group that does not fill a box uses one link.
     """
     members = list(dict.fromkeys(members))
     if len(members) < 2:
@@ -91,18 +91,18 @@ def group_lines(torus: Torus | None, members: Sequence[int]) -> tuple[Phase, ...
 
 
 def ring_over(lines: Sequence[Phase], chip_links: int) -> tuple[Phase, ...]:
-    """Returns one ring through all members over the links of several dimensions, with two links per chip."""
+    """Returns one ring through all devices of a group, which uses two links per chip."""
     return (Phase(joined_dims(lines), math.prod(line.size for line in lines), 2 / chip_links),)
 
 
 def joined_dims(lines: Sequence[Phase]) -> str:
-    """Returns 'xy' for lines along x and y. Ignores links between the cores of a chip if there are other lines."""
+    """Returns the dimensions of the lines, such as 'xy'. Omits CORE if there are torus dimensions."""
     along = {line.along for line in lines}
     return "".join(sorted(along & set(DIMENSIONS))) or min(along)
 
 
 def collective_phases(kind: str, nbytes: float, lines: Sequence[Phase]) -> tuple[Phase, ...]:
-    """Returns a collective's phases in order. nbytes: size of the whole array. lines: slowest-varying links first."""
+    """Returns a collective's phases in order. nbytes: size of the whole array. lines: result of group_lines()."""
     if kind == "collective-permute":
         return tuple(dataclasses.replace(line, nbytes=nbytes) for line in lines)
     if kind == "all-to-all":  # uses all lines at once, limited by the bisection of the longest line
@@ -123,7 +123,7 @@ def collective_phases(kind: str, nbytes: float, lines: Sequence[Phase]) -> tuple
 
 
 def concurrent_phases(kind: str, nbytes: float, lines: Sequence[Phase]) -> tuple[Phase, ...]:
-    """Returns one phase in which all rotated orders of the lines run at once, each with an equal part of the bytes."""
+    """Returns one phase that runs all rotations of the lines at once. Each sends an equal part of the bytes."""
     orders = [collective_phases(kind, nbytes, [*lines[first:], *lines[:first]]) for first in range(len(lines))]
     steps = zip(*orders)
     slowest = sum(max(phase.nbytes / phase.share for phase in step) for step in steps) / len(orders)
@@ -133,7 +133,7 @@ def concurrent_phases(kind: str, nbytes: float, lines: Sequence[Phase]) -> tuple
 
 
 def permute_links(torus: Torus | None, pairs: Sequence[tuple[int, int]]) -> tuple[Phase, ...]:
-    """Returns the links of a collective-permute. The busiest link limits messages that take several steps."""
+    """Returns the links of a collective-permute. The link with the most messages limits the bandwidth."""
     pairs = [(source, target) for source, target in pairs if source != target]
     if not pairs:
         return ()
@@ -151,7 +151,7 @@ def permute_links(torus: Torus | None, pairs: Sequence[tuple[int, int]]) -> tupl
 
 
 def route_steps(torus: Torus, source: Sequence[int], target: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """Returns (dimension, link) of each step of a message, which takes the shorter direction in each dimension."""
+    """Returns (dimension, link) for each hop of a message on its shortest route."""
     route = []
     coords = list(source[:-1])
     for number, side in enumerate(torus.sides):

@@ -24,7 +24,7 @@ WARMUP_TOLERANCE = 0.03  # largest difference of warmup fractions that give the 
 
 
 class CurveShape(NamedTuple):
-    """Log of (smoothed training loss / final held-out loss) at PARTS of the run, two arrays float64[parts]."""
+    """Log of (smoothed training loss / final held-out loss) at PARTS of the run. Fields are float64[parts]."""
 
     middle: np.ndarray
     half_width: np.ndarray  # half width of the band
@@ -40,7 +40,7 @@ class LossBand(NamedTuple):
 
 
 def smoothed(rung: LadderRun) -> np.ndarray | None:
-    """Returns the log of (smoothed loss / final loss) as float64[parts], or None if a smoothing window is empty."""
+    """Returns log(smoothed loss / final loss) as float64[parts], or None if a smoothing window is empty."""
     windows = [(rung.steps > part - SMOOTHED) & (rung.steps <= part + 1e-9) for part in PARTS]
     if not all(window.any() for window in windows):
         return None
@@ -48,36 +48,36 @@ def smoothed(rung: LadderRun) -> np.ndarray | None:
 
 
 def curve_shape(rungs: Sequence[LadderRun], schedule: ScheduleShape) -> CurveShape:
-    """Returns the mean curve with Student's prediction interval, since quantiles of few curves are too narrow."""
+    """Returns the mean curve with Student's prediction interval. Raises BadInput if the runs do not determine it."""
     same = lambda other: other.ends_as(schedule) and abs(other.warmup - schedule.warmup) <= WARMUP_TOLERANCE
     if other := [rung for rung in rungs if not same(rung.schedule)]:
         raise BadInput(
-            f"the schedule of {other[0].name} is {other[0].schedule}, but the run to forecast has {schedule}; a band "
-            "for the training loss needs the same schedule shape in all runs"
+            f"the schedule of {other[0].name} is {other[0].schedule}, but the schedule of the run to forecast is "
+            f"{schedule}; to forecast the training loss, use the same schedule and warmup fraction in all runs"
         )
     if (begin := float(PARTS[0]) - SMOOTHED) < schedule.warmup:
         raise BadInput(
-            f"the warmup is {schedule.warmup:.0%} of the run, but the band starts at {begin:.0%}, and the curve shape "
-            "is known only after warmup; use a shorter warmup"
+            f"the warmup takes {schedule.warmup:.0%} of the run, but a forecast of the training loss "
+            f"allows at most {begin:.0%}; use a shorter warmup"
         )
     curves = [curve for rung in rungs if (curve := smoothed(rung)) is not None]
     if len(curves) < MIN_CURVES:
         raise BadInput(
-            f"{len(curves)} runs have training metrics in every twentieth of the run, but a band needs {MIN_CURVES}; "
-            "decrease monitor.log_every_steps in the runs of the ladder"
+            f"{len(curves)} runs log a training loss in every 5% of the run, but a forecast of the training loss "
+            f"needs {MIN_CURVES} such runs; decrease monitor.log_every_steps in the runs of the ladder"
         )
     return student_interval(np.array(curves))
 
 
 def student_interval(curves: np.ndarray) -> CurveShape:
-    """Returns the mean of curves, float64[runs, parts], and the prediction interval for one more curve."""
+    """Returns the mean of curves float64[runs, parts], with Student's prediction interval for a new curve."""
     number = len(curves)
     width = float(stdtrit(number - 1, INTERVAL[1])) * math.sqrt(1 + 1 / number)
     return CurveShape(curves.mean(axis=0), width * curves.std(axis=0, ddof=1))
 
 
 def coverage(rungs: Sequence[LadderRun]) -> dict[str, float]:
-    """Returns {run: fraction of its curve inside the band of the other runs}, all divided by their final losses."""
+    """Returns {run: fraction of its curve inside the band of the other runs}. Curves are relative to the final loss."""
     curves = {rung.name: curve for rung in rungs if (curve := smoothed(rung)) is not None}
     if len(curves) <= MIN_CURVES:
         return {}
@@ -89,7 +89,7 @@ def coverage(rungs: Sequence[LadderRun]) -> dict[str, float]:
 
 
 def make_band(end: Interval, shape: CurveShape, tokens: int) -> LossBand:
-    """Returns the band of a run. The errors of the final loss `end` and of `shape` are assumed to be independent."""
+    """Returns the loss band of a run. Assumes that the errors of the final loss and of `shape` are independent."""
     below, above = math.log(end.middle / end.low), math.log(end.high / end.middle)
     middle = math.log(end.middle) + shape.middle
     column = lambda values: tuple(float(value) for value in np.exp(values))

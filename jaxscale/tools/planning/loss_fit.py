@@ -25,10 +25,10 @@ NAMES = {"both": ("params", "tokens"), "params": ("params",), "tokens": ("tokens
 
 
 class Problem(NamedTuple):
-    """Fit of log L with parameters theta = (log E, log of each term at the ladder's mean, each exponent).
+    """Fit of log L with the parameters theta = (log E, log of each term, each exponent).
 
-    Terms are relative to the mean of log N and log D over the ladder. Relative to N = D = 1, as a law is written, a
-    small change of an exponent would scale a term by up to e^20, and the descent would converge slowly.
+    Terms are relative to the mean log N and log D of the ladder, so that Newton steps converge quickly. With terms at
+    N = D = 1, a small change of an exponent would scale a term by up to e^20.
     """
 
     x: np.ndarray  # float64[powers, points]: log N and log D minus their means
@@ -55,7 +55,7 @@ class Problem(NamedTuple):
         return len(self.x)
 
     def best(self) -> np.ndarray:
-        """Returns the lowest optimum found from the best grid starts, with equal weights."""
+        """Returns the best optimum reached from the best grid starts, with equal weights."""
         weights, pull = np.ones(len(self.target)), np.full(self.powers, PULL_AT)
         order = np.argsort(self.start_losses(weights[None], pull[None])[0], kind="stable")[:DESCENTS]
         tiled = lambda values: np.tile(values, (len(order), 1))
@@ -63,7 +63,7 @@ class Problem(NamedTuple):
         return thetas[np.argmin(losses)]
 
     def start_losses(self, weights_RP: np.ndarray, pulls: np.ndarray) -> np.ndarray:
-        """Returns the loss of each grid start in each draw as float64[draws, starts]."""
+        """Returns the loss of each draw at each grid start, as float64[draws, starts]."""
         off = (self.starts[None, :, 1 + self.powers :] - pulls[:, None]) / self.width
         return weights_RP @ self.losses.T + 0.5 * (off**2).sum(-1)
 
@@ -77,9 +77,9 @@ class Problem(NamedTuple):
     def best_each(
         self, theta: np.ndarray, weights: np.ndarray, pulls: np.ndarray, moved: np.ndarray | float = 0.0
     ) -> np.ndarray:
-        """Returns the optimal theta for each row of weights and pulls (prior means) as float64[draws, 1 + 2 powers].
+        """Returns the optimal theta of each draw, as float64[draws, 1 + 2 powers].
 
-        Each draw descends from `theta` and from its best grid start. moved: offsets of log L, float64[draws, points].
+        Starts from `theta` and the best grid start. pulls: prior means. moved: log L offsets, float64[draws, points].
         """
         targets = self.target + np.broadcast_to(moved, weights.shape)
         nearest = self.starts[np.argmin(self.start_losses(weights, pulls), axis=1)]
@@ -92,10 +92,10 @@ class Problem(NamedTuple):
     def descend_each(
         self, thetas: np.ndarray, weights: np.ndarray, pulls: np.ndarray, targets: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (thetas, losses) at the optima. Damped Newton steps run for all draws together.
+        """Returns (thetas, losses) at the optima. Damped Newton steps run for all draws at once.
 
-        The curvature is that of the parabola that majorises the Huber loss (reweighted least squares), so a full step
-        seldom overshoots. A step that overshoots is rejected, and the damping is increased.
+        The curvature is that of reweighted least squares, which majorises the Huber loss, so a full step seldom
+        overshoots. If a step overshoots, it is rejected and the damping is increased.
         """
         thetas = np.clip(thetas, *self.bounds)
         losses, slopes, curves = state = self.model(thetas, weights, pulls, targets)
@@ -120,7 +120,7 @@ class Problem(NamedTuple):
     def model(
         self, thetas: np.ndarray, weights: np.ndarray, pulls: np.ndarray, targets: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns losses [draws], gradients [draws, p] and curvatures [draws, p, p] with p = 1 + 2 * powers."""
+        """Returns losses [draws], gradients [draws, p] and curvatures [draws, p, p], where p = 1 + 2 * powers."""
         powers = self.powers
         parts = log_terms(thetas, self.x)
         fitted = np.logaddexp.reduce(parts, axis=1)
@@ -136,7 +136,7 @@ class Problem(NamedTuple):
         return losses, gradients, curves
 
     def terms(self, theta: np.ndarray) -> tuple[float, float, float, float, float]:
-        """Returns (E, A, B, alpha, beta) relative to N = D = 1, with 0 for a term that the form lacks."""
+        """Returns (E, A, B, alpha, beta) of the loss law, with 0 for terms that are not in the form."""
         exponents = theta[1 + self.powers :]
         factors = np.exp(theta[1 : 1 + self.powers] + exponents * self.centre)
         found = dict(zip(NAMES[self.form], zip(factors.tolist(), exponents.tolist())))
@@ -151,7 +151,7 @@ class Problem(NamedTuple):
 def newton_step(
     thetas: np.ndarray, slopes: np.ndarray, curves: np.ndarray, damping: np.ndarray, bounds: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (thetas after a damped Newton step, predicted gain). Parameters do not move past their bounds."""
+    """Returns (thetas after a damped Newton step inside the bounds, predicted decrease of the loss)."""
     least, most = bounds
     free = ~((thetas <= least) & (slopes > 0) | (thetas >= most) & (slopes < 0))
     diagonal = np.where(free, damping[:, None] * np.einsum("rii->ri", curves), 1.0)
@@ -163,7 +163,7 @@ def newton_step(
 
 
 def log_terms(thetas: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Returns the log of E and of each term at each point as float64[draws, 1 + powers, points]."""
+    """Returns log E and the log of each term at each point, as float64[draws, 1 + powers, points]."""
     levels = 1 + len(x)
     terms = np.empty((len(thetas), levels, x.shape[1]))
     terms[:, 0] = thetas[:, :1]
@@ -172,7 +172,7 @@ def log_terms(thetas: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def grid(powers: int, least: float, mean: float) -> np.ndarray:
-    """Returns a grid of starts for theta as float64[starts, 1 + 2 powers]. The terms share the mean loss above E."""
+    """Returns a grid of initial thetas, float64[starts, 1 + 2 powers]. The terms add up to the mean loss minus E."""
     exponents = itertools.product((0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5), repeat=powers)
     splits = [(share, 1 - share) for share in (0.1, 0.3, 0.5, 0.7, 0.9)] if powers == 2 else [(1.0,)]
     fractions = (0.02, 0.2, 0.4, 0.6, 0.8, 0.95)

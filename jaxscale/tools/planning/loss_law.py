@@ -33,7 +33,7 @@ SAME = 0.02  # relative difference below which two sizes count as one
 
 
 class Point(NamedTuple):
-    """Size and final loss of a run. Points with the same `run` (constant schedule) are drawn together."""
+    """Size and final loss of a run. Points with the same `run` are resampled together."""
 
     params: float
     tokens: float
@@ -77,7 +77,7 @@ class LossLaw:
     line: tuple[float, float] | None  # for form 'params': log D = line[0] + line[1] log N in the ladder
 
     def predict(self, params: float, tokens: float, seed: int = 0) -> Interval:
-        """Returns the interval of a run's final loss. Raises BadInput if the ladder does not determine this loss."""
+        """Returns a run's final loss with its 90% interval. Raises BadInput if the runs do not determine it."""
         self.check_reach(params, tokens)
         middle = self.terms.loss(params, tokens)
         drawn = np.log([terms.loss(params, tokens) for terms in self.draws]) - math.log(middle)
@@ -96,20 +96,20 @@ class LossLaw:
         first = self.points[0]
         if self.form == "tokens" and abs(math.log(params / first.params)) > SAME:
             raise BadInput(
-                f"all runs of the ladder have {count(first.params)} parameters, which does not determine the loss at "
-                f"{count(params)} parameters; add runs of other sizes"
+                f"all runs of the ladder have {count(first.params)} parameters, so the loss at "
+                f"{count(params)} parameters is unknown; add runs of other sizes"
             )
         if self.form == "params":
             assert self.line is not None, "set for this form"
             expected = math.exp(self.line[0] + self.line[1] * math.log(params))
             if abs(math.log(tokens / expected)) > math.log(1.25):
                 raise BadInput(
-                    f"the ladder has one token count per size ({count(expected)} at {count(params)} parameters), which "
-                    f"does not determine the loss at {count(tokens)} tokens; add runs with other token counts"
+                    f"each size has only one token count ({count(expected)} tokens at {count(params)} parameters), "
+                    f"so the loss at {count(tokens)} tokens is unknown; add runs with other token counts"
                 )
 
     def reach(self, params: float, tokens: float, flops: float | None = None) -> float:
-        """Returns a run's FLOPs divided by the FLOPs of the largest run in the ladder."""
+        """Returns a run's FLOPs, relative to the largest run in the ladder."""
         return Point(params, tokens, 1.0, flops=flops).compute / max(point.compute for point in self.points)
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,9 +128,9 @@ class LossLaw:
 
 
 def fit(points: Sequence[Point], *, draws: int = 400, seed: int = 0, noise: SeedNoise | None = None) -> LossLaw:
-    """Returns the law of the points. Deterministic for the same points and seed; 400 draws of 9 runs take about 1 s.
+    """Fits the loss law to the points. Deterministic for the same seed; 400 draws of 9 runs take about 1 s.
 
-    noise: noise between seeds, if known. Raises BadInput if the points determine no law, with the missing runs.
+    noise: noise between seeds, if known. If the points determine no law, raises BadInput and names the missing runs.
     """
     points = tuple(points)
     check_enough(points, noise)
@@ -165,31 +165,30 @@ def fit(points: Sequence[Point], *, draws: int = 400, seed: int = 0, noise: Seed
 
 
 def run_names(points: Sequence[Point]) -> list[str]:
-    """Returns the run name of each point. A point without a run name gets a unique name."""
+    """Returns the run name of each point, or a unique name if the point has none."""
     return [point.run or f"point {place}" for place, point in enumerate(points)]
 
 
 def check_enough(points: Sequence[Point], noise: SeedNoise | None) -> None:
-    """Raises BadInput if there are too few runs for a valid interval, or a loss is invalid."""
+    """Raises BadInput if there are too few runs for a valid interval, or if a loss is invalid."""
     if bad := [point for point in points if not (point.loss > 0 and math.isfinite(point.loss))]:
-        raise BadInput(f"the loss of {bad[0].run or 'a run'} is {bad[0].loss}; exclude it")
+        raise BadInput(f"the loss of {bad[0].run or 'a run'} is {bad[0].loss}, not a positive number; exclude the run")
     runs = len(set(run_names(points)))
     if runs < (MIN_RUNS if noise is None else MIN_RUNS_WITH_NOISE):
         raise BadInput(
-            f"a loss law needs {MIN_RUNS} or more finished runs, but the ladder has {runs}; fewer runs fit almost any "
-            "law, and the interval would be too narrow. Use, for example, three sizes with three token counts each. "
-            f"{MIN_RUNS_WITH_NOISE} runs are enough if the noise between seeds is known: pass --noise=0.005 (0.5%), or "
-            "repeat some runs with other seeds"
+            f"a loss law needs at least {MIN_RUNS} finished runs, but the ladder has {runs}. Use, for example, three "
+            f"sizes with three token counts each. If the noise between seeds is known, {MIN_RUNS_WITH_NOISE} runs are "
+            "enough: pass --noise=0.005 (0.5%), or repeat some runs with other seeds"
         )
 
 
 def choose_form(points: Sequence[Point]) -> tuple[Form, tuple[float, float] | None]:
-    """Returns (form of the law that the points determine, LossLaw.line). Raises BadInput if they determine none."""
+    """Returns (form of the law, LossLaw.line). Raises BadInput if the points determine no law."""
     sizes, amounts = distinct([p.params for p in points]), distinct([p.tokens for p in points])
     if sizes < MIN_SIZES and amounts < 3:
         raise BadInput(
-            f"the ladder has {sizes} size and {amounts} token count{'s' * (amounts > 1)}; a law in parameters and "
-            "tokens needs 2 or more sizes, and a law in tokens alone needs 3 token counts"
+            f"the ladder has {sizes} size and {amounts} token count{'s' * (amounts > 1)}; use at least 2 sizes, "
+            "or for a law in tokens alone, at least 3 token counts"
         )
     if sizes < MIN_SIZES:
         return "tokens", None
@@ -198,7 +197,7 @@ def choose_form(points: Sequence[Point]) -> tuple[Form, tuple[float, float] | No
     if np.abs(log_tokens - start - slope * log_params).max() < 0.1:  # tokens are a function of parameters
         if sizes < 3:
             raise BadInput(
-                f"the ladder has {sizes} sizes with one token count each; a law needs 3 sizes, or a second token count"
+                f"the ladder has {sizes} sizes with one token count each; use at least 3 sizes, or more token counts"
             )
         return "params", (float(start), float(slope))
     return "both", None
@@ -211,7 +210,7 @@ def distinct(values: Sequence[float]) -> int:
 
 
 def left_out_error(points: Sequence[Point], form: Form) -> float | None:
-    """Returns log(measured / forecast) of the run with most FLOPs, or None if too few other runs remain for a fit."""
+    """Returns log(measured / forecast by other runs) for the run with the most FLOPs, or None for too few runs."""
     largest = max(points, key=lambda point: point.compute)
     name = largest.run or None
     others = [point for point in points if point is not largest and (name is None or point.run != name)]
@@ -228,7 +227,7 @@ def left_out_error(points: Sequence[Point], form: Form) -> float | None:
 def write_forecast(path: Any, law: LossLaw, band: Mapping[str, Sequence[float]], **facts: Any) -> None:
     """Writes forecast.json. Raises ValueError for NaN.
 
-    band: tokens with low, middle and high of the smoothed training loss. facts: other values to write.
+    band: tokens, and the low, middle and high smoothed training loss at these tokens. facts: other values to write.
     """
     assert set(band) == {"tokens", "low", "middle", "high"} and len(set(map(len, band.values()))) == 1, sorted(band)
     paths.write_json(paths.as_path(path) / "forecast.json", {**band, **facts, "law": law.to_dict()})

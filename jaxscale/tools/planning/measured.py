@@ -15,7 +15,7 @@ QUALIFY = "jaxscale qualify"
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
-    """The compiler's memory and MFU results for a step, as stored by preflight."""
+    """The compiler's memory and MFU results for a step, as saved by preflight."""
 
     peak_bytes: int
     mfu_ceiling: float
@@ -54,7 +54,7 @@ def measured_file() -> pathlib.Path:
 
 
 def read_measured() -> list[Measured]:
-    """Returns all measurements, or [] if the file does not exist. Raises BadInput for a damaged file."""
+    """Returns all measurements, or [] if there is no file. Raises BadInput if the file is damaged."""
     file = measured_file()
     try:
         content = read_json(file)
@@ -66,7 +66,7 @@ def read_measured() -> list[Measured]:
 
 
 def save_measured(measured: Measured) -> pathlib.Path:
-    """Writes a measurement, replacing the previous one with the same model, devices and dtype. Returns the file."""
+    """Saves a measurement, replacing one of the same model, devices and dtype. Returns the file."""
     key = lambda one: (one.spec, one.device_kind, one.num_devices, one.dtype)
     others = [one for one in read_measured() if key(one) != key(measured)]
     file = measured_file()
@@ -76,7 +76,7 @@ def save_measured(measured: Measured) -> pathlib.Path:
 
 
 def newest_machine(measurements: Sequence[Measured]) -> list[Measured]:
-    """Returns all measurements with the device kind and device count of the newest measurement."""
+    """Returns the measurements with the device kind and number of devices of the newest measurement."""
     if not measurements:
         return []
     last = max(measurements, key=lambda one: one.date)
@@ -84,12 +84,12 @@ def newest_machine(measurements: Sequence[Measured]) -> list[Measured]:
 
 
 def measured_on_chip(measurements: Sequence[Measured], device_kind: str) -> list[Measured]:
-    """Returns measurements by `jaxscale qualify` on any number of chips of this kind."""
+    """Returns the measurements of `jaxscale qualify` on this kind of chip, for any number of chips."""
     return [one for one in measurements if one.by == QUALIFY and one.device_kind == device_kind]
 
 
 def interpolate_rate(measurements: Sequence[Measured], dtype: str, pass_flops: float) -> tuple[float, list[Measured]]:
-    """Returns (log-interpolated FLOP/s for a pass, measurements used). Prefers measurements with this dtype."""
+    """Returns (FLOP/s interpolated at pass_flops, measurements used). Prefers measurements in this dtype."""
     same_dtype = [one for one in measurements if one.dtype == dtype] or list(measurements)
     ordered = sorted(same_dtype, key=lambda one: one.pass_flops)
     below = [one for one in ordered if one.pass_flops <= pass_flops]

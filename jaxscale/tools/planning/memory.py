@@ -49,14 +49,14 @@ def usable_memory(topology: Topology) -> tuple[int, str]:
             except ValueError:
                 fraction = math.nan
             if not 0 < fraction <= 1:
-                raise BadInput(f"{name}={text!r} must be above 0 and at most 1, such as 0.9")
+                raise BadInput(f"{name}={text!r} must be a number above 0 and at most 1, such as 0.9")
             return int(hbm_bytes * fraction), f"jax preallocates the fraction {name}={text} of it"
     fix = f"to use more, set {GPU_FRACTION_VARIABLES[0]}=0.92 for this command and for training"
     return int(hbm_bytes * GPU_FRACTION), f"jax preallocates {GPU_FRACTION:.0%} of a GPU's memory; {fix}"
 
 
 def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
-    """Returns the memory of one device by kind. The state is computed from the shardings that training uses."""
+    """Returns the memory of one device by kind. The size of the state follows from the training shardings."""
     cfg, plan, state = program.cfg, program.plan, program.abstract_state
     count = units.count(cfg.model.num_params)
     trainable = units.count(sum(leaf.size for leaf in jax.tree.leaves(program.abstract_grads)))
@@ -94,7 +94,7 @@ def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
 
 
 def moments_formula(optim: OptimConfig, trainable: str) -> str:
-    """Returns the formula for the optimizer state as text. trainable: number of trainable parameters as text."""
+    """Returns text with the formula for the optimizer state. trainable: number of parameters as text."""
     if optim.name == "adafactor":
         return f"4 B per row and column of the matrices of {trainable}"
     a_moment = f"{MOMENT_BYTES[optim.moment_dtype]} B" + " and scales" * (optim.moment_dtype == "int8")
@@ -104,7 +104,7 @@ def moments_formula(optim: OptimConfig, trainable: str) -> str:
 
 
 def stage_rows(program: Program, need: MemoryNeed) -> list[MemoryRow]:
-    """Returns the arrays that a pipeline stage keeps in memory through a step."""
+    """Returns the memory of the arrays that a pipeline stage holds throughout a step."""
     plan, schedule = program.plan, program.plan.schedule_size
     numbers = [
         units.count(sum(stage_elements(program, tree)))
@@ -122,7 +122,7 @@ def stage_rows(program: Program, need: MemoryNeed) -> list[MemoryRow]:
 
 
 def find_microbatches(program: Program, usable: int) -> int | None:
-    """Returns the smallest number of microbatches whose estimate fits into `usable` bytes, or None."""
+    """Returns the smallest number of microbatches whose estimated memory fits into `usable` bytes, or None."""
     cfg, pipeline = program.cfg, program.plan.pipeline
     for parts in units.divisors(cfg.rows_per_step):
         if cfg.rows_per_step // parts % program.batch_shards or pipeline.num_chunks > 1 and parts % pipeline.size:

@@ -37,7 +37,7 @@ class PlannedDevice:
 
 
 def open_machine(text: str) -> Topology:
-    """Returns the machine with a name such as 'v5p:4x4x8'. Raises BadInput with the nearest valid name."""
+    """Returns the topology for a name such as 'v5p:4x4x8'. Raises BadInput with the nearest valid name."""
     name = parse_topology(text, planned=True)
     kind = PLANNED[name.family].device_kind
     devices: list[Any] = []
@@ -61,7 +61,7 @@ def open_machine(text: str) -> Topology:
 
 
 def measured_machine(measured: Measured) -> Topology:
-    """Returns the machine of a measurement. The peak of an unknown chip is the measured FLOP/s."""
+    """Returns the topology of a measurement. For an unknown chip, the peak is the measured FLOP/s."""
     kind, number, platform = measured.device_kind, measured.num_devices, measured.platform
     rate, name = measured.flops_per_second / number, f"{kind} of this machine"
     chip = find_chip(kind) or Chip(name, rate, measured.memory_bytes, 0.0, "measured here")

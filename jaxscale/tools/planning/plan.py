@@ -67,7 +67,7 @@ def make_plan(
     """Returns the plan of a config on the devices of a topology.
 
     measured: measurements on this machine, or on chips of this kind. compiled: preflight's result for this step.
-    position: training position from which the run resumes. Raises BadInput for a config that this machine cannot run,
+    position: training position from which the run resumes. Raises BadInput if this machine does not support the config,
     or if the number of steps is unknown.
     """
     cfg = for_device(cfg, topology.devices[0])
@@ -111,7 +111,7 @@ def make_plan(
 
 
 def plan_work(cfg: RunConfig, budget: Budget, program: Program) -> Work:
-    """Returns parameters, FLOPs, tokens and batches, and for dense decoders the sizes that published laws recommend."""
+    """Returns parameters, FLOPs, tokens, batches, and for dense decoders the sizes recommended by published laws."""
     params, tokens = cfg.model.num_params, budget.tokens_of(budget.total_steps)
     is_decoder = scaling.laws_hold(cfg.model)
     return Work(
@@ -188,7 +188,7 @@ def save_rate(options: PlanOptions, machine: PlannedMachine, measured: list[Meas
 def plan_saves(
     cfg: RunConfig, machine: PlannedMachine, program: Program, total_steps: int, speed: Speed, rate: tuple[float, str]
 ) -> Saves:
-    """Returns size, time, interval and storage of checkpoints. rate: the result of save_rate()."""
+    """Returns size, duration, interval and storage of checkpoints. rate: the result of save_rate()."""
     saves, (bytes_per_second, source) = cfg.checkpoint, rate
     num_bytes = state_bytes(jax.tree.leaves(program.abstract_state))
     save_seconds = num_bytes / bytes_per_second
@@ -262,7 +262,7 @@ def machine_cautions(
 
 
 def count_tokens(cfg: DataConfig, vocab_size: int) -> tuple[int | None, str]:
-    """Returns (tokens of one epoch, source), or (None, reason that they are unknown)."""
+    """Returns (tokens of one epoch, source), or if they are unknown, (None, reason)."""
     if cfg.name == "synthetic":
         return None, "synthetic data is unlimited"
     if cfg.name == "hf":
@@ -287,7 +287,7 @@ def count_tokens(cfg: DataConfig, vocab_size: int) -> tuple[int | None, str]:
 
 
 def token_count(file: SourceFile, cfg: DataConfig, vocab_size: int) -> int:
-    """Returns the number of tokens in a token file. Raises BadInput if the file has no count."""
+    """Returns the number of tokens in a token file. Raises BadInput if the number is unknown."""
     if is_manifest(file.path):
         return read_manifest(file.path).content["num_tokens"]
     if is_megatron(file.path):
@@ -296,5 +296,5 @@ def token_count(file: SourceFile, cfg: DataConfig, vocab_size: int) -> int:
     if header is not None:
         return header["num_tokens"]
     if not file.path.endswith(".bin"):
-        raise BadInput(f"{file.path} has no header with the number of tokens")
+        raise BadInput(f"{file.path} has no header with the number of tokens; create the file with jaxscale prepare")
     return Path(file.path).stat().st_size // np.dtype(raw_dtype(cfg, vocab_size)).itemsize

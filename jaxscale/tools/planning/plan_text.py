@@ -83,7 +83,7 @@ def model_rows(plan: RunPlan) -> Rows:
 
 
 def size_lines(plan: RunPlan) -> list[str]:
-    """Returns lines with the planned size, the compute-optimal size, and smaller sizes with the same loss."""
+    """Returns lines that compare the planned size with the compute-optimal size and with smaller sizes."""
     work = plan.work
     if work.active_params < work.params:
         return [f"{INDENT}{NOT_KNOWN}: the published rule and fit cover only dense models"]
@@ -109,7 +109,7 @@ def size_lines(plan: RunPlan) -> list[str]:
 
 
 def memory_lines(plan: RunPlan) -> list[str]:
-    """Returns lines with the memory of each kind, its formula, and the usable memory."""
+    """Returns lines with the memory of each kind and its formula, and with the usable memory."""
     device = plan.device
     rows = [(row.kind, size(row.num_bytes), row.source) for row in device.memory]
     share = f"{device.memory_bytes / device.usable_bytes:.0%} of {size(device.usable_bytes)}"
@@ -203,7 +203,7 @@ def data_rows(plan: RunPlan) -> Rows:
 
 
 def caution_lines(plan: RunPlan) -> list[str]:
-    """Returns each caution with reason, fix and source, or one line if there are none."""
+    """Returns lines with the reason, fix and source of each caution, or one line if there are no cautions."""
     if not plan.cautions:
         return [f"{INDENT}none: warmup, learning rate, batch, tokens, checkpoints and dtypes are in published ranges"]
     lines, indent = [], INDENT + "   "
@@ -249,7 +249,7 @@ def assumption_lines(plan: RunPlan) -> list[str]:
 
 
 def verdict_line(plan: RunPlan) -> str:
-    """Returns text such as 'fits by estimate; ...' or 'does not fit: ...' with the fix."""
+    """Returns text such as 'fits by estimate; ...' or 'does not fit: ...', followed by a fix."""
     device, name = plan.device, plan.machine.topology
     if device.kept and device.fits:
         return f"fits, compiled by jaxscale preflight on {device.kept.date}"
@@ -271,7 +271,7 @@ def verdict_line(plan: RunPlan) -> str:
 
 
 def limit_check(needed: Range, limit: float) -> str:
-    """Returns a comparison of a limit with both ends of a range as text."""
+    """Returns text that states whether a limit is sufficient over a range of values."""
     if needed.high <= limit:
         return "sufficient over the whole range"
     if needed.low <= limit:
@@ -285,7 +285,7 @@ def wrapped(text: str, first: str, indent: str) -> list[str]:
 
 
 def span(both: Range, show: Callable[[float], str]) -> str:
-    """Returns text such as '12 to 15', or '12' if both ends have the same text."""
+    """Returns text such as '12 to 15', or '12' if the low and the high value have the same text."""
     low, high = show(both.low), show(both.high)
     return low if low == high else f"{low} to {high}"
 
@@ -306,7 +306,7 @@ energy = functools.partial(amount, unit="MWh", thousandth="kWh")
 
 
 def proposal_lines(proposal: Proposal) -> list[str]:
-    """Returns the proposal and the rules for each value as lines of text."""
+    """Returns lines with the proposed values and the rule for each value."""
     model, params, tokens = proposal.model, proposal.params, proposal.tokens
     heads = f"{model['num_heads']} heads of {model['head_dim']}, mlp {model['mlp_dim']:,}"
     batch = "0.2920 C^0.3271 tokens (arXiv:2401.02954), at most the critical batch"

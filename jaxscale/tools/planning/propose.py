@@ -55,7 +55,7 @@ class Proposal:
 
 
 def propose_for_flops(flops: float, reason: str) -> Proposal:
-    """Returns the compute-optimal run for C = `flops`, with D = C / 6 / N tokens for N parameters."""
+    """Returns the compute-optimal run for C = `flops`. The number of tokens is C / 6 / N."""
     if not 1.2e16 <= flops <= 6 * scaling.TOKENS_PER_PARAM * LARGEST**2:
         raise BadInput(f"{flops:.3g} FLOPs are outside the supported range, 1.2e16 to 1.2e28; check the units")
     rule = scaling.lowest_alternative(flops)
@@ -84,14 +84,14 @@ def rule_text(rule: scaling.Alternative) -> str:
 
 
 def shortened(proposal: Proposal, share: float) -> Proposal:
-    """Returns the run with a fraction `share` of its tokens, in whole steps and with at least one step."""
+    """Returns the run with the fraction `share` of its tokens, rounded down to whole steps (at least one)."""
     batch_tokens = proposal.rows * proposal.seq_len
     tokens = max(1, int(share * proposal.tokens) // batch_tokens) * batch_tokens
     return dataclasses.replace(proposal, tokens=tokens, flops=scaling.train_flops(proposal.params, tokens))
 
 
 def make_proposal(model: dict[str, Any], tokens: int, rule: scaling.Alternative, reason: str) -> Proposal:
-    """Returns the run with batch and learning rate by equation 1 of arXiv:2401.02954, below the critical batch."""
+    """Returns the run. Batch size (below critical) and learning rate follow arXiv:2401.02954, equation 1."""
     params = shape_params(model)
     flops = scaling.train_flops(params, tokens)
     seq_len = SEQ_LEN if model["embed_dim"] > SMALL_WIDTH else SEQ_LEN // 2
@@ -104,13 +104,13 @@ def make_proposal(model: dict[str, Any], tokens: int, rule: scaling.Alternative,
 
 
 def warmup(proposal: Proposal) -> str:
-    """Returns the published 2,000 steps, or for runs below 20,000 steps 1% of the steps (at least 40, at most 10%)."""
+    """Returns 2,000 steps as published. Runs below 20,000 steps use 1% of them (at least 40, at most 10%)."""
     steps = proposal.total_steps
     return "2000 steps" if steps >= 20_000 else f"{max(1, min(2000, max(40, steps // 100), steps // 10))} steps"
 
 
 def find_shape(params: float, within: float = 0.06) -> dict[str, Any]:
-    """Returns a Llama about 128 wide per layer whose log of parameters is within `within`, or the nearest Llama."""
+    """Returns a Llama whose width is about 128 times its depth. within: largest difference in log(parameters)."""
     models = [config_for_depth(depth, params) for depth in range(2, 257)]
     distance = lambda model: (
         abs(math.log(shape_params(model) / params)),
@@ -121,7 +121,7 @@ def find_shape(params: float, within: float = 0.06) -> dict[str, Any]:
 
 
 def config_for_depth(depth: int, params: float) -> dict[str, Any]:
-    """Returns settings of a Llama with `depth` layers of 12 D^2 parameters and two embedding tables."""
+    """Returns settings of a Llama with `depth` layers and about `params` parameters."""
     a, b = 12 * depth, 2 * VOCAB_SIZE
     target = (math.sqrt(b * b + 4 * a * params) - b) / (2 * a)
     head_dim = HEAD_DIM if target > SMALL_WIDTH else HEAD_DIM // 2
@@ -141,7 +141,7 @@ def shape_params(model: dict[str, Any]) -> int:
 
 
 def config_text(proposal: Proposal, command: str) -> str:
-    """Returns the text of a config file with the proposal's settings. command: command line named in the file."""
+    """Returns the text of a config file with the proposal's settings. command: command line to write in the file."""
     values = proposal.values()
     model = ", ".join(f"{name}={json.dumps(value)}" for name, value in proposal.model.items())
     split = model.index("num_heads")

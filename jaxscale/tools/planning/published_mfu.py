@@ -93,14 +93,14 @@ ASSUMED = Range(0.1, 0.6)
 
 
 def published_rows(chip: Chip, mixture: bool = False) -> tuple[MfuRow, ...]:
-    """Returns published runs on this chip, or if there are none, on chips with the same architecture."""
+    """Returns published runs on this chip or, if there are none, on chips of the same architecture."""
     names = {other.name for other in CHIPS.values() if chip.architecture and other.architecture == chip.architecture}
     select = lambda chips: tuple(row for row in ROWS if row.chip in chips and row.mixture == mixture)
     return select({chip.name}) or select(names)
 
 
 def published_mfu(chip: Chip, mixture: bool = False) -> tuple[Range, str]:
-    """Returns (range of published MFU for the chip, or ASSUMED; text with the runs and their sources)."""
+    """Returns (MFU range, source as text). The range is ASSUMED if there are no published runs."""
     kind = "mixtures of experts" if mixture else "dense models"
     rows = published_rows(chip, mixture)
     if not rows:

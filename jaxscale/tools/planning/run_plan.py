@@ -67,7 +67,7 @@ class DeviceMemory:
 
     @property
     def fits(self) -> bool:
-        """True if the peak memory (by the compiler if preflight ran, else estimated) is within the usable memory."""
+        """True if the peak memory fits, as reported by the compiler if preflight ran, otherwise as estimated."""
         return (self.kept.peak_bytes if self.kept else self.memory_bytes) <= self.usable_bytes
 
 
@@ -123,7 +123,7 @@ class Data:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """The plan of a run. Ranges come from the range of MFU, with the lower value first."""
+    """The plan of a run. Values that depend on the MFU are ranges, with the lower value first."""
 
     config: str
     machine: PlannedMachine

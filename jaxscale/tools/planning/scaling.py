@@ -17,26 +17,26 @@ WARMUP_FROM_PARAMS = 1e9  # for smaller models, warmups of published runs vary t
 
 
 def rate_over_width(optimizer: str, times: float) -> float:
-    """Returns the factor by which the best learning rate changes in a model `times` as wide, without muP.
+    """Returns the factor for the best learning rate if the width is multiplied by `times`, without muP.
 
-    The best learning rate is proportional to 1 / width for Adam (arXiv:2203.03466). For Muon it is proportional to 1 /
-    sqrt(width), so that an update changes the output of a matrix equally at every width (arXiv:2310.17813).
+    The best learning rate is proportional to 1 / width for Adam (arXiv:2203.03466), and to 1 / sqrt(width) for Muon, so
+    that an update changes the output of a matrix equally at every width (arXiv:2310.17813).
     """
     return times ** (-0.5 if optimizer == "muon" else -1.0)
 
 
 def is_mixture(model: ModelConfig) -> bool:
-    """Returns True if a token uses only some of the parameters, so laws in one parameter count do not apply."""
+    """Returns True if a token uses only some of the parameters, as in a mixture of experts."""
     return model.active_params != model.num_params
 
 
 def laws_hold(model: ModelConfig) -> bool:
-    """Returns True if published laws of size, data and loss cover the model, which must be a dense decoder."""
+    """Returns True if published scaling laws cover the model. They cover only dense decoders."""
     return model.kind == "decoder" and not is_mixture(model)
 
 
 class Terms(NamedTuple):
-    """Parameters of L = E + A / N**alpha + B / D**beta nats per token. A or B is 0 if a law lacks the term."""
+    """Parameters of L = E + A / N**alpha + B / D**beta nats per token. A law without a term has A = 0 or B = 0."""
 
     E: float
     A: float
@@ -114,22 +114,22 @@ def train_flops(params: float, tokens: float) -> float:
 
 
 def optimal_params(flops: float) -> float:
-    """Returns (C / 6 / 20) ** 0.5, the compute-optimal N by the rule of 20 tokens per parameter.
+    """Returns (C / 6 / 20) ** 0.5, the compute-optimal N with 20 tokens per parameter.
 
-    The minimum of the BESIROGLU fit has 26 tokens per parameter for 1e18 FLOPs, 20 for 1e22 and 15 for 1e27. The loss
-    at that minimum and the loss by the rule differ by less than 0.15% from 1e16 FLOPs on.
+    The minimum of the BESIROGLU fit has 26 tokens per parameter for 1e18 FLOPs, 20 for 1e22, and 15 for 1e27. For 1e16
+    or more FLOPs, the loss with 20 tokens per parameter is within 0.15% of this minimum.
     """
     return math.sqrt(flops / 6 / TOKENS_PER_PARAM)
 
 
 def lowest_params(flops: float, fit: Terms = BESIROGLU) -> float:
-    """Returns N at the minimum of the fit for this many FLOPs. Source: arXiv:2203.15556, equation 4."""
+    """Returns the N that minimizes the fitted loss for this many FLOPs. Source: arXiv:2203.15556, equation 4."""
     ratio = fit.alpha * fit.A / (fit.beta * fit.B)
     return (ratio * (flops / 6) ** fit.beta) ** (1 / (fit.alpha + fit.beta))
 
 
 def lowest_tokens(params: float) -> float:
-    """Returns D for which N parameters are compute-optimal by the fit, or 20 N below the range of the fit."""
+    """Returns the D for which N parameters are compute-optimal by the fit, or 20 N below the range of the fit."""
     if params < SMALLEST_FITTED:
         return optimal_tokens(params)
     ratio = BESIROGLU.beta * BESIROGLU.B / (BESIROGLU.alpha * BESIROGLU.A)
@@ -142,7 +142,7 @@ def optimal_tokens(params: float) -> float:
 
 
 def predicted_loss(params: float, tokens: float, fit: Terms = BESIROGLU) -> float:
-    """Returns nats per token on the data and tokenizer of the fit. Only for comparing sizes."""
+    """Returns nats per token on the data and tokenizer of the fit. Use it only to compare sizes."""
     return fit.loss(params, tokens)
 
 
@@ -152,41 +152,41 @@ def fitted_loss(params: float, tokens: float) -> float | None:
 
 
 def tokens_for_loss(params: float, loss: float, fit: Terms = BESIROGLU) -> float | None:
-    """Returns D at which a model of N parameters reaches the loss, or None if no D is enough."""
+    """Returns the D at which a model of N parameters reaches the loss, or None if it cannot reach the loss."""
     remaining = loss - fit.E - fit.A / params**fit.alpha
     return (fit.B / remaining) ** (1 / fit.beta) if remaining > 0 else None
 
 
 def kaplan_power(law: tuple[float, float], amount: float) -> float:
-    """Returns nats per token by one of the laws of 2020.
+    """Returns nats per token by one of the laws of arXiv:2001.08361.
 
     KAPLAN_PARAMS is L(N), for training to convergence on unlimited data. KAPLAN_TOKENS is L(D), for a large model with
-    early stopping. KAPLAN_FLOPS is L(C), for the best size with a batch far below the critical batch.
+    early stopping. KAPLAN_FLOPS is L(C), for the best size and a batch far below the critical batch size.
     """
     return (law[0] / amount) ** law[1]
 
 
 def kaplan_loss(params: float, tokens: float) -> float:
-    """Returns nats per token by L(N, D) of 2020. Its limits differ from L(N) and L(D), which were fitted separately."""
+    """Returns nats per token by L(N, D) of arXiv:2001.08361, which was fitted separately from L(N) and L(D)."""
     size, size_power, data, data_power = KAPLAN_BOTH
     return ((size / params) ** (size_power / data_power) + data / tokens) ** data_power
 
 
 def kaplan_alternative(flops: float) -> Alternative:
-    """Returns the best size by the laws of 2020, criticised in arXiv:2203.15556, section 2, for their schedules."""
+    """Returns the best size by arXiv:2001.08361. arXiv:2203.15556, section 2, criticises its schedules."""
     params = KAPLAN_BEST[0] * (flops / PF_DAY) ** KAPLAN_BEST[1]
     return Alternative(params, flops / 6 / params, flops, kaplan_power(KAPLAN_FLOPS, flops))
 
 
 def optimal_alternative(flops: float) -> Alternative:
-    """Returns the compute-optimal size by the rule of 20 tokens per parameter."""
+    """Returns the compute-optimal size with 20 tokens per parameter."""
     params = optimal_params(flops)
     tokens = optimal_tokens(params)
     return Alternative(params, tokens, flops, fitted_loss(params, tokens))
 
 
 def lowest_alternative(flops: float) -> Alternative:
-    """Returns the size with the lowest loss by the fit, or by the rule of 20 tokens below the range of the fit."""
+    """Returns the size with the lowest loss by the fit. Below its range, uses 20 tokens per parameter."""
     params = lowest_params(flops)
     if params < SMALLEST_FITTED:
         return optimal_alternative(flops)
@@ -195,11 +195,11 @@ def lowest_alternative(flops: float) -> Alternative:
 
 
 def serving_alternatives(params: float, tokens: float) -> list[Alternative]:
-    """Returns smaller models (three quarters and half of the size) that reach the same loss with more tokens.
+    """Returns smaller models (3/4 and 1/2 of the size) that reach the same loss with more tokens.
 
-    After served_tokens tokens of inference at 2 N FLOPs each, the smaller model has cost less in total (the reasoning
-    of arXiv:2401.00448). served_tokens is 0 if training alone is cheaper. Returns [] if the smaller models are below
-    the range of the fit.
+    served_tokens is the number of inference tokens, at 2 N FLOPs each, after which the smaller model costs less overall
+    (arXiv:2401.00448), or 0 if its training is already cheaper. Returns [] if the smallest size is below the range of
+    the fit.
     """
     if params * 0.5 < SMALLEST_FITTED:
         return []
@@ -213,7 +213,7 @@ def serving_alternatives(params: float, tokens: float) -> list[Alternative]:
 
 
 def batch_by_flops(flops: float) -> float:
-    """Returns the best batch in tokens for a number of training FLOPs. Source: arXiv:2401.02954, equation 1."""
+    """Returns the best batch size in tokens for this many training FLOPs. Source: arXiv:2401.02954, equation 1."""
     return 0.2920 * flops**0.3271
 
 
@@ -223,5 +223,5 @@ def rate_by_flops(flops: float) -> float:
 
 
 def critical_batch(loss: float) -> float:
-    """Returns the critical batch in tokens, above which larger batches hardly save steps (arXiv:1812.06162)."""
+    """Returns the critical batch size in tokens; larger batches hardly save steps (arXiv:1812.06162)."""
     return 2.1e8 * loss**-4.8  # arXiv:2001.08361, figure 10

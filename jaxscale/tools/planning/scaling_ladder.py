@@ -54,7 +54,7 @@ class ScheduleShape(NamedTuple):
         return f"{self.decay}{part}{end}, warmup {self.warmup:.1%}"
 
     def ends_as(self, other: "ScheduleShape") -> bool:
-        """True if both schedules have the same decay, with final learning rates within 1%. Ignores the warmup."""
+        """True if both schedules have the same decay, and final learning rates within 1%. Ignores the warmup."""
         parts = [part.decay_fraction or 0.0 for part in (self, other)]
         if (self.decay, self.form) != (other.decay, other.form) or abs(parts[0] - parts[1]) > DECAY_TOLERANCE:
             return False
@@ -91,7 +91,7 @@ class LadderRun:
 
 
 class Ladder(NamedTuple):
-    """Runs that are comparable with the run to forecast, smallest first, and (folder, reason) of excluded runs."""
+    """Runs comparable with the run to forecast (smallest first), and (folder, reason) of each excluded run."""
 
     rungs: tuple[LadderRun, ...]
     left_out: tuple[tuple[str, str], ...]
@@ -111,7 +111,7 @@ class Ladder(NamedTuple):
 
     @property
     def bits_per_nat(self) -> float | None:
-        """Bits per byte divided by nats per token on the held-out text, or None if runs disagree or it is unknown."""
+        """Bits per byte divided by nats per token on the held-out text, or None if unknown or not equal in all runs."""
         found = [rung.bits_per_byte / rung.loss for rung in self.rungs if rung.bits_per_byte is not None]
         if not found or len(found) < len(self.rungs):
             return None
@@ -120,7 +120,7 @@ class Ladder(NamedTuple):
 
 
 def estimate_noise(repeated: Sequence[Sequence[float]]) -> SeedNoise | None:
-    """Returns the noise of log L from groups of runs that differ only in the seed, or None for too few runs."""
+    """Returns the noise of log L, or None for too few runs. The runs of each group differ only in the seed."""
     groups = [np.array(group) for group in repeated if len(group) > 1]
     freedom = sum(len(group) - 1 for group in groups)
     if freedom < MIN_FREEDOM:
@@ -161,39 +161,39 @@ def read_ladder(folders: Sequence[str], target: RunConfig, budget: Budget, targe
 
 
 def read_run(folder: str, settings: dict[str, Any], target: ScheduleShape) -> LadderRun:
-    """Returns a finished run. Raises BadInput with the reason if the run is not comparable with the target."""
+    """Returns a finished run. Raises BadInput if the run is not comparable with the target."""
     history = read_history(folder)
     cfg, budget = read_settings(history)
-    check_covered(cfg, budget, "it")
+    check_covered(cfg, budget, "the run")
     for name, value in comparable(cfg).items():
         if value != settings[name]:
-            raise BadInput(f"{name} is {short(value)}, but the config has {short(settings[name])}")
+            raise BadInput(f"{name} is {short(value)}, but {short(settings[name])} in the run to forecast")
     schedule = schedule_of(cfg, budget)
     if not schedule.ends_as(target):
-        raise BadInput(f"its schedule is {schedule}, but the run to forecast has {target}")
+        raise BadInput(f"the schedule is {schedule}, but {target} in the run to forecast")
     if history.config.get("ancestry"):
-        raise BadInput("it started from the parameters of another run, so its token count excludes earlier training")
+        raise BadInput("the run started from the parameters of another run, so its token count is incomplete")
     last = history.last_step
     is_constant = schedule.decay == "constant"
     if last < budget.total_steps and not is_constant:
-        raise BadInput(f"it is not finished: step {last} of {budget.total_steps}")
+        raise BadInput(f"the run is not finished: step {last} of {budget.total_steps}")
     check_rate(history, cfg, budget)
     params, flops = cfg.model.num_params, cfg.flops_per_token
     evals = [row for row in history.rows if LOSS in row]
     if not evals:
-        raise BadInput("it has no held-out loss; ladder runs need eval.num_rows above 0 and held-out text")
+        raise BadInput("the run has no held-out loss; repeat it with held-out text and eval.num_rows above 0")
     bad = [row["step"] for row in evals if row[LOSS] is None]
     if bad:
-        raise BadInput(f"it diverged: its held-out loss at step {bad[0]} is not finite")
+        raise BadInput(f"the run diverged: the held-out loss at step {bad[0]} is not finite")
     end = evals[-1]
     if not is_constant and end["step"] != budget.total_steps:
-        raise BadInput(f"its last held-out loss is at step {end['step']}, but its last step is {budget.total_steps}")
+        raise BadInput(f"the last held-out loss is at step {end['step']}, but the last step is {budget.total_steps}")
     steps, losses = (np.array(values, float) for values in history.series("loss"))
     check_healthy(steps, losses, max(int(end["step"]), 1))
     settled = WARMUP_FACTOR * max(1, budget.warmup_steps)
     ends = [row for row in evals if row["step"] >= settled] if is_constant else [end]
     if not ends:
-        raise BadInput(f"it has no held-out loss after its warmup of {budget.warmup_steps} steps")
+        raise BadInput(f"the run has no held-out loss after the warmup of {budget.warmup_steps} steps")
     tokens = budget.batch_tokens
     parts = (cfg.model, cfg.optim, cfg.data, budget)
     points = [Point(params, row["step"] * tokens, row[LOSS], str(folder), flops * row["step"] * tokens) for row in ends]
@@ -214,18 +214,18 @@ def read_run(folder: str, settings: dict[str, Any], target: ScheduleShape) -> La
 
 
 def check_covered(cfg: RunConfig, budget: Budget, what: str) -> None:
-    """Raises BadInput for a mixture of experts, or a run with a batch or sequence length ramp."""
+    """Raises BadInput if the model has experts, or if the run has a batch or sequence length ramp."""
     if is_mixture(cfg.model):
         raise BadInput(
-            f"{what} is a mixture of experts (model.experts), with {units.count(cfg.model.num_params)} parameters, "
-            f"{units.count(cfg.model.active_params)} active: the loss law covers only dense models; use a dense model"
+            f"{what} has model.experts ({units.count(cfg.model.num_params)} parameters, "
+            f"{units.count(cfg.model.active_params)} active), but the loss law is for dense models; use a dense model"
         )
     for name, ramp, reason in (
         ("seq_len_ramp", budget.seq_len_ramp, "losses at different sequence lengths are not comparable"),
-        ("batch_ramp", budget.ramp, "curves are compared by step, but its steps differ in tokens"),
+        ("batch_ramp", budget.ramp, "steps with different numbers of tokens are not comparable"),
     ):
         if ramp:
-            raise BadInput(f"{what} has a {name}: {reason}; use runs without it")
+            raise BadInput(f"{what} cannot have a {name}, because {reason}; use runs without a ramp")
 
 
 def read_settings(history: History) -> tuple[RunConfig, Budget]:
@@ -236,9 +236,9 @@ def read_settings(history: History) -> tuple[RunConfig, Budget]:
         cfg = schema.from_dict(RunConfig, history.config["config"])
         return cfg, Budget(**history.config["budget"])
     except (KeyError, TypeError) as error:
-        raise BadInput(f"its config.json is incomplete ({error})") from None
+        raise BadInput(f"config.json is incomplete ({error})") from None
     except BadInput as error:
-        raise BadInput(f"its config.json is from a different version: {error}") from None
+        raise BadInput(f"config.json is from a different version of jaxscale ({error})") from None
 
 
 def comparable(cfg: RunConfig) -> dict[str, Any]:
@@ -274,17 +274,17 @@ def check_rate(history: History, cfg: RunConfig, budget: Budget) -> None:
     if differs.any():
         at = int(np.argmax(differs))
         raise BadInput(
-            f"its learning rate at step {steps[at]:.0f} was {rates[at]:.3g}, but its schedule has {scheduled[at]:.3g}: "
-            "the number of steps changed during the run, or recovery reduced the learning rate"
+            f"the learning rate at step {steps[at]:.0f} was {rates[at]:.3g}, but {scheduled[at]:.3g} in the schedule; "
+            "either the number of steps changed during the run, or recovery reduced the learning rate"
         )
 
 
 def check_healthy(steps: np.ndarray, losses: np.ndarray, last: int) -> None:
-    """Raises BadInput if the mean training loss of the last 5% of the run is above MAX_RISE times the lowest mean."""
+    """Raises BadInput if the final mean training loss (last 5% of the run) exceeds MAX_RISE times the lowest mean."""
     means = [losses[(steps > part * last) & (steps <= (part + 0.05) * last)] for part in np.arange(0.1, 1, 0.05)]
     means = [float(part.mean()) for part in means if len(part)]
     if means and means[-1] > MAX_RISE * min(means):
-        raise BadInput(f"it diverged: its training loss rose from {min(means):.4g} to {means[-1]:.4g}")
+        raise BadInput(f"the run diverged: the training loss rose from {min(means):.4g} to {means[-1]:.4g}")
 
 
 def target_budget(cfg: RunConfig, tokens: str | None) -> tuple[RunConfig, Budget]:

@@ -67,7 +67,7 @@ class Speed:
 def plan_speed(
     program: Program, topology: Topology, requested_mfu: float | None, ceiling: float | None, measured: list[Measured]
 ) -> Speed:
-    """Returns the planned speed. ceiling: highest MFU of the compiled step. Raises BadInput if unsupported."""
+    """Returns the planned speed. ceiling: MFU bound from preflight. Raises BadInput for --mfu without a known peak."""
     cfg = program.cfg
     step_flops = cfg.flops_per_token * cfg.tokens_per_step
     if requested_mfu is not None:
@@ -112,7 +112,7 @@ def plan_speed(
 def expected_mfu(
     topology: Topology, measured: Sequence[Measured], pass_flops: float | None = None, mixture: bool = False
 ) -> tuple[Range, str]:
-    """Returns (MFU, source): measured at the closest FLOPs per pass and device, otherwise published."""
+    """Returns (MFU range, source): measured at the closest FLOPs per pass and device, otherwise published."""
     if not measured:
         return published_mfu(topology.chip, mixture)
     sizes = {id(one): math.log(one.pass_flops / one.num_devices) for one in measured}
@@ -124,13 +124,13 @@ def expected_mfu(
 
 
 def check_peak(topology: Topology, requested_mfu: float) -> None:
-    """Raises BadInput if --mfu is given for a device without a known peak."""
+    """Raises BadInput if --mfu is passed for a device with an unknown peak."""
     if find_chip(kind := topology.devices[0].device_kind) is None:
-        raise BadInput(f"--mfu={requested_mfu:g} is a fraction of the peak, but {kind!r} has no known peak; omit --mfu")
+        raise BadInput(f"--mfu={requested_mfu:g} is a fraction of the peak, which is unknown for {kind!r}; omit --mfu")
 
 
 def peak_fraction(chip: Chip, platform: str, model: ModelConfig) -> tuple[float, str]:
-    """Returns (reachable fraction of the peak in the compute dtype, reason). Sources: jax.lax.Precision, TF32."""
+    """Returns (highest fraction of the peak in the compute dtype, reason). Sources: jax.lax.Precision, TF32."""
     if model.compute_dtype != "float32" or platform == "cpu":
         return 1.0, ""
     highest = model.matmul_precision == "highest"
@@ -142,7 +142,7 @@ def peak_fraction(chip: Chip, platform: str, model: ModelConfig) -> tuple[float,
 
 
 def measured_speed(program: Program, topology: Topology, measured: list[Measured], step_flops: float) -> Speed:
-    """Returns the speed from steps timed on this machine, +-15% for the effect of other programs on the machine."""
+    """Returns the speed from steps timed on this machine, +-15% because other programs affect the timings."""
     cfg = program.cfg
     num_microbatches = cfg.train.num_microbatches
     rate, sources = interpolate_rate(measured, cfg.model.compute_dtype, step_flops / num_microbatches)
@@ -172,7 +172,7 @@ class StepEstimate:
 
     @property
     def cost(self) -> tuple[float, float]:
-        """Sort key of candidates: the time with exposed communication, then the time without any overlap."""
+        """Sort key for candidates: (time with exposed communication, time without any overlap)."""
         return (self.least_s + self.exposed_s, self.least_s + self.link_s)
 
     @property
@@ -182,7 +182,7 @@ class StepEstimate:
 
 
 def estimate_step(program: Program, topology: Topology) -> StepEstimate:
-    """Returns the estimate of a program. program.cfg may have a different remat policy and number of microbatches."""
+    """Returns the estimated memory and time of a step."""
     cfg = program.cfg
     state = (program.abstract_state.params, program.abstract_state.opt_state, program.abstract_state.ema)
     params = shard_bytes(state[0]) + host_bytes(state[0])
@@ -212,10 +212,10 @@ def estimate_step(program: Program, topology: Topology) -> StepEstimate:
 
 
 def idle_ratio(pipeline: PipelineAxis, schedule: ScheduleSize, head: float) -> float:
-    """Returns a stage's idle time in a step divided by its equal share of all matmuls.
+    """Returns a stage's idle time in a step, relative to its matmul time if all stages had equal work.
 
-    A stage waits while the pipeline fills and drains, for stages with more layers, and for an output projection on only
-    the last stage. head: the output projection's fraction of all matmuls. A sharded projection causes no wait.
+    A stage waits while the pipeline fills and drains, for stages with more layers, and for the output projection if
+    only the last stage computes it. head: fraction of all matmul FLOPs in the output projection.
     """
     if pipeline.size == 1:
         return 0.0
@@ -225,7 +225,7 @@ def idle_ratio(pipeline: PipelineAxis, schedule: ScheduleSize, head: float) -> f
 
 
 def recomputed_row_flops(program: Program) -> float:
-    """Returns FLOPs per token of expert matmuls that are recomputed although the remat policy saves their results.
+    """Returns FLOPs per token of expert matmuls that all-to-all rounds recompute despite the remat policy.
 
     All-to-all rounds save no activations (kernels/matmul/expert_all_to_all.py).
     """
@@ -245,7 +245,7 @@ def head_flops_fraction(cfg: RunConfig) -> float:
 
 
 def recomputed_flops(model: ModelConfig, seq_len: int) -> float:
-    """Returns forward FLOPs per token that the backward pass recomputes under the remat policy."""
+    """Returns the forward FLOPs per token that the backward pass recomputes under the remat policy."""
     saved = saved_names(model)
     if saved is None:
         return 0.0

@@ -93,7 +93,7 @@ CUDNN, CUDA = (9, 7), (12, 8)
 
 @dataclasses.dataclass(frozen=True)
 class TopologyName:
-    """A parsed topology name. `shape` is a TPU slice's shape in chips, or (hosts, GPUs per host)."""
+    """A parsed topology name. `shape` is the shape of a TPU slice in chips, or (hosts, GPUs per host)."""
 
     family: str
     shape: tuple[int, ...]
@@ -128,7 +128,7 @@ def open_topology(text: str) -> Topology:
         devices = tpu_devices(name) if name.platform == "tpu" else gpu_devices(name)
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"topology {text!r}: the compiler rejects {name}: {line}") from error
+        raise BadInput(f"topology {text!r}: the compiler does not support {name} ({line})") from error
     chip = CHIPS[devices[0].device_kind]
     hosts = len({device.process_index for device in devices})
     return Topology(str(name), name.platform, chip, devices, name.num_slices, hosts)
@@ -161,7 +161,7 @@ def gpu_devices(name: TopologyName) -> list[Any]:
             f"{name} needs the compiler in jax's CUDA plugin, which is not installed: pip install 'jaxscale[cuda12]'"
         )
     if jax.config.jax_platforms != "cpu":  # pyright: ignore[reportAttributeAccessIssue]  jax sets it at import
-        raise BadInput(f"compiling for {name} needs jax to use only the CPU; set JAX_PLATFORMS=cpu")
+        raise BadInput(f"to compile for {name}, JAX must use only the CPU; set JAX_PLATFORMS=cpu")
     hosts, cards = name.shape
     target = target_config(FAMILIES[name.family].device_kind)
     layout = f"{name.num_slices}x{hosts}x{cards}"
@@ -198,13 +198,13 @@ def link_domains(devices: Sequence[Any]) -> list[int]:
 
 
 def parse_topology(text: str, *, planned: bool = False) -> TopologyName:
-    """Returns the parsed name. Raises BadInput with the nearest valid name. planned: also accept PLANNED_ONLY chips."""
+    """Returns the parsed name. Raises BadInput with the nearest valid name. planned: allow PLANNED_ONLY chips."""
     number = r"\d{1,9}"
     form = rf"(?:({number})\*)?([a-z][a-z0-9]*(?:-\d+gb)?)(?:([:-])({number}(?:x{number})*))?"
     match = re.fullmatch(form, text.strip().lower())
     if not match:
         raise BadInput(
-            f"topology {text[:80]!r} is not a chip and shape; write v5p:4x4x8, v5p-256, 2*v6e:16x16 or h100:32x8"
+            f"topology {text[:80]!r} must be a chip and a shape; write v5p:4x4x8, v5p-256, 2*v6e:16x16 or h100:32x8"
         )
     slices, chip, mark, sizes = match.groups()
     num_slices = int(slices or 1)
@@ -212,26 +212,26 @@ def parse_topology(text: str, *, planned: bool = False) -> TopologyName:
     if family not in (PLANNED if planned else FAMILIES):
         known = sorted({*FAMILIES, *ALIASES})
         close = difflib.get_close_matches(chip, known, n=1, cutoff=0.4)
-        meant = f"; did you mean {close[0]!r}?" if close else ""
-        more = f"; plan also supports {', '.join(PLANNED_ONLY)}" if planned else ""
-        raise BadInput(f"topology {text!r}: unknown chip {chip!r}{meant} (known: {', '.join(known)}){more}")
+        meant = f" (did you mean {close[0]!r}?)" if close else ""
+        more = f"; jaxscale plan also supports {', '.join(PLANNED_ONLY)}" if planned else ""
+        raise BadInput(f"topology {text!r}: unknown chip {chip!r}{meant}; use one of {', '.join(known)}{more}")
     if num_slices < 1:
         raise BadInput(f"topology {text!r}: the number of slices must be at least 1; write {text.split('*')[1]}")
     if not sizes:
         shapes = {0: [(1, 8), (8, 8)], 2: [(4, 4), (16, 16)], 3: [(2, 2, 4), (4, 4, 8)]}[PLANNED[family].dims]
         examples = ", ".join(str(TopologyName(family, shape)) for shape in shapes)
-        raise BadInput(f"topology {text!r} has no number of chips; write {examples}")
+        raise BadInput(f"topology {text!r} has no shape; write {examples}")
     shape = tuple(int(size) for size in sizes.split("x"))
     if PLANNED[family].dims == 0:
         hosts, cards = gpu_shape(text, family, shape, counted=mark == "-")
         if num_slices > 1:
             whole = TopologyName(family, (min(MAX_HOSTS, num_slices * hosts), cards))
-            raise BadInput(f"topology {text!r}: GPU topologies have no slices; write {whole}")
+            raise BadInput(f"topology {text!r}: only TPU topologies can have several slices; write {whole}")
         return TopologyName(family, (hosts, cards))
     shape = counted_shape(text, family, shape) if mark == "-" else checked_shape(text, family, shape)
     if num_slices * math.prod(shape) > MAX_CHIPS:
         most = TopologyName(family, shape, MAX_CHIPS // math.prod(shape))
-        raise BadInput(f"topology {text!r}: a job has at most {MAX_CHIPS:,} chips; write {most}")
+        raise BadInput(f"topology {text!r}: a job can have at most {MAX_CHIPS:,} chips; write {most}")
     return TopologyName(family, shape, num_slices)
 
 
@@ -242,25 +242,25 @@ def gpu_shape(text: str, family: str, shape: tuple[int, ...], *, counted: bool) 
         total = math.prod(shape)
         hosts = min(MAX_HOSTS, max(1, round(total / most)))
         nearest = TopologyName(family, (hosts, min(total, most)))
-        raise BadInput(f"topology {text!r}: GPU topologies are hosts x GPUs per host; write {nearest}")
+        raise BadInput(f"topology {text!r}: the shape of a GPU topology is hosts x GPUs per host; write {nearest}")
     ends = list(shape)
     hosts, cards = math.prod(ends[:-1]), ends[-1]
     if not (1 <= cards <= most and 1 <= hosts <= MAX_HOSTS):
         total = max(1, math.prod(shape))
         fit = (min(MAX_HOSTS, -(-total // most)), min(total, most))
         raise BadInput(
-            f"topology {text!r}: a host has 1 to {most} GPUs, and a job at most {MAX_HOSTS} hosts; "
+            f"topology {text!r}: a host has 1 to {most} GPUs, and a job has at most {MAX_HOSTS} hosts; "
             f"write {TopologyName(family, fit)}"
         )
     return hosts, cards
 
 
 def counted_shape(text: str, family: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the usual shape of a slice with a number of chips, or of TensorCores if the family has two per chip."""
+    """Returns the usual shape of a slice. shape: (number of chips,), or of TensorCores if a chip has two."""
     (count, *more), cores = shape, PLANNED[family].cores
     unit = "TensorCores" if cores > 1 else "chips"
     if more:
-        raise BadInput(f"topology {text!r}: '-' takes a number of {unit}, ':' a shape; write {text.replace('-', ':')}")
+        raise BadInput(f"topology {text!r}: '-' must precede a number of {unit}; write {text.replace('-', ':')}")
     # legal_shapes lists the most cubic shape of each size first; in reversed order, the dict saves this shape
     shapes = {math.prod(known): known for known in reversed(legal_shapes(family))}
     if count % cores or count // cores not in shapes:
@@ -273,7 +273,7 @@ def counted_shape(text: str, family: str, shape: tuple[int, ...]) -> tuple[int, 
 
 
 def checked_shape(text: str, family: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape if a slice with this shape exists, otherwise raises BadInput."""
+    """Returns the shape. Raises BadInput if no slice has this shape."""
     ordered = tuple(sorted(shape))
     legal = {tuple(sorted(known)): known for known in legal_shapes(family)}
     if ordered in legal:
@@ -284,13 +284,13 @@ def checked_shape(text: str, family: str, shape: tuple[int, ...]) -> tuple[int, 
     nearest = min(legal.values(), key=lambda known: (abs(math.log(chips / math.prod(known))), distance(known)))
     rule = "x".join("ABC"[: PLANNED[family].dims])
     raise BadInput(
-        f"topology {text!r}: no {family} slice ({rule}, at most {PLANNED[family].max_chips} chips) has this shape; "
-        f"the nearest is {TopologyName(family, nearest)} ({math.prod(nearest)} chips)"
+        f"topology {text!r}: no {family} slice has this shape (must be {rule} with at most {PLANNED[family].max_chips} "
+        f"chips); the nearest is {TopologyName(family, nearest)} ({math.prod(nearest)} chips)"
     )
 
 
 def legal_shapes(family: str) -> list[tuple[int, ...]]:
-    """Returns all slice shapes of a family, in increasing size, with the most cubic shape of each size first."""
+    """Returns all slice shapes of a family by increasing size. Of equal sizes, the most cubic shape is first."""
     dims, most = PLANNED[family].dims, PLANNED[family].max_chips
     if family == "v3":
         return [(2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32)]
@@ -305,7 +305,7 @@ def legal_shapes(family: str) -> list[tuple[int, ...]]:
 
 @contextlib.contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """Captures stderr of native code, and prints the captured text if the block fails."""
+    """Captures stderr of native code, and prints it if the block raises an exception."""
     sys.stderr.flush()
     stderr_copy = os.dup(2)
     with tempfile.TemporaryFile() as captured:

@@ -64,7 +64,7 @@ class Shortage:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """Result of a compilation: memory and facts if it succeeded, otherwise the shortage."""
+    """Result of a compilation: memory and facts, or the shortage if the program does not fit."""
 
     memory: Memory | None
     facts: HloFacts | None
@@ -84,7 +84,7 @@ def compile_ahead(
     save_executable: pathlib.Path | None = None,
     say: Callable[[str], None] = print,
 ) -> Compiled:
-    """Compiles the training step. keep: use cached results. save_executable: file; if set, always compiles."""
+    """Compiles the training step. keep: use the cache. save_executable: file to write; if set, always compiles."""
     begin = time.monotonic()
     lowered, key = lower(program, topology)
     lower_seconds = time.monotonic() - begin
@@ -112,7 +112,7 @@ def compile_ahead(
 
 
 def read_executable(executable: jax.stages.Compiled, program: Program, topology: Topology) -> tuple[Memory, HloFacts]:
-    """Returns memory and facts of a compiled training step. Its devices may be absent."""
+    """Returns memory and facts of a compiled training step, even if its devices are not on this machine."""
     devices = list(program.mesh.devices.flat)  # XLA numbers devices by their position in the mesh
     torus = make_torus(devices, topology.chip)
     text = executable.as_text()
@@ -128,10 +128,10 @@ def lower(program: Program, topology: Topology) -> tuple[jax.stages.Lowered, str
 
 
 def read_memory(stats: Any, platform: str) -> Memory:
-    """Returns the memory in the compiler's CompiledMemoryStats.
+    """Returns the memory from the compiler's CompiledMemoryStats.
 
-    XLA:CPU's peak omits temporaries (jax 0.10.2), so an upper bound is returned. XLA:TPU's peak includes host arguments
-    (libtpu 0.0.51), which are subtracted.
+    On CPU, returns an upper bound, because XLA's peak omits temporaries (jax 0.10.2). On TPU, subtracts the host
+    arguments, which are part of XLA's peak (libtpu 0.0.51).
     """
     arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
     unaliased = stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -180,7 +180,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def result_key(stablehlo: str, program: Program, topology: Topology) -> str:
-    """Returns a hash of everything that a result depends on, including the code that reads compiled programs."""
+    """Returns a hash of all inputs of a result, including the code that reads compiled programs."""
     folder = pathlib.Path(__file__).parent
     others = ("../planning/topology.py", "../planning/links.py", "../../kernels/collectives.py")
     files = [*sorted(folder.glob("hlo*.py")), *(folder / name for name in others)]
@@ -204,7 +204,7 @@ def result_file(key: str) -> pathlib.Path:
 
 
 def write_result(key: str, result: Compiled, say: Callable[[str], None]) -> None:
-    """Writes a result to the cache, or reports that the folder is not writable."""
+    """Writes a result to the cache. If this fails, prints a message."""
     file = result_file(key)
     try:
         make_private(file.parent.parent)
@@ -215,7 +215,7 @@ def write_result(key: str, result: Compiled, say: Callable[[str], None]) -> None
 
 
 def read_result(key: str, say: Callable[[str], None]) -> Compiled | None:
-    """Returns the cached result, or None if there is none. Reports a damaged result."""
+    """Returns the cached result, or None. If the result is damaged, prints a message."""
     file = result_file(key)
     try:
         return dataclasses.replace(schema.from_dict(Compiled, read_json(file)), kept=True)
@@ -227,9 +227,9 @@ def read_result(key: str, say: Callable[[str], None]) -> Compiled | None:
 
 
 def write_executable(executable: jax.stages.Compiled, file: pathlib.Path, topology: str) -> None:
-    """Writes the executable as serialised by JAX, and a .json file with its metadata.
+    """Writes JAX's serialised executable, and a .json file with metadata.
 
-    Loading needs the chips and has not been tested. Load only files that you wrote, since JAX unpickles them.
+    Loading requires the target chips and is untested. Load only files that you wrote, because JAX unpickles them.
     """
     payload, _, _ = serialize_executable.serialize(executable)
     file.write_bytes(payload)

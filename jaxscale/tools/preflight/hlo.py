@@ -23,7 +23,7 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective of the program. Bytes are for one device and one run; `times` is the number of runs per step."""
+    """A collective of the program. Bytes are per device and run. `times` is the number of runs per step."""
 
     kind: str  # all-gather, reduce-scatter, all-reduce, all-to-all or collective-permute
     axes: tuple[str, ...]  # mesh axes that the groups span, in mesh order
@@ -156,11 +156,11 @@ def make_collective(
 
 
 def link_stages(kind: str, sent: float, span: GroupSpan, instruction: Instruction) -> tuple[Phase, ...]:
-    """Returns the phases of a collective within a slice. sent: bytes that a device sends on the links of the slice.
+    """Returns the phases of a collective within a slice. sent: bytes that a device sends on ICI or NVLink.
 
-    For one instruction over several torus dimensions, XLA:TPU either runs one ring through all of them (emitter
-    1DAllGather..., or core_count equal to the group), or divides the bytes over several orders of the dimensions
-    (StrategyND). The second is assumed if the text names neither (observed with libtpu 0.0.51).
+    An instruction over several torus dimensions runs either as one ring (emitter 1DAllGather..., or core_count equal to
+    the group size), or in several orders of the dimensions at once, each with a part of the bytes (StrategyND). If the
+    text names neither, the latter is assumed (observed with libtpu 0.0.51).
     """
     lines = span.lines
     members = math.prod(line.size for line in lines)
@@ -176,10 +176,10 @@ def link_stages(kind: str, sent: float, span: GroupSpan, instruction: Instructio
 
 
 def wire_bytes(kind: str, result: float, size: int, slices: int) -> tuple[float, float]:
-    """Returns bytes that one device sends (on fast links, between slices), the minimum of all algorithms.
+    """Returns the bytes that one device sends (on fast links, between slices) with an optimal algorithm.
 
-    A group of n = m x s devices in s slices has two stages, within and across slices. Their bytes add up to those of
-    one stage over n devices: R (n-1)/n for an all-gather of a result of R bytes, and twice that for an all-reduce.
+    A group of n = m x s devices in s slices has two stages, within and across slices. Together, they send as much as a
+    single stage: R (n-1)/n bytes for an all-gather with a result of R bytes, and twice as much for an all-reduce.
     """
     if size <= 1:
         return 0.0, 0.0
@@ -194,7 +194,7 @@ def wire_bytes(kind: str, result: float, size: int, slices: int) -> tuple[float,
 
 
 def cross_slice_transfer(instruction: Instruction, layout: PartitionLayout, times: int) -> Collective | None:
-    """Returns the cross-slice part of a collective, which XLA:TPU sends through the host, or None for other sends."""
+    """Returns the part of a collective that XLA:TPU sends between slices, or None for other sends."""
     if instruction.attribute(r'_xla_host_transfer_handler_name="(xla_megascale_runtime)"') is None:
         return None
     kind = (instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"') or "").lower().replace("_", "-")
@@ -208,10 +208,10 @@ def cross_slice_transfer(instruction: Instruction, layout: PartitionLayout, time
 
 
 def asynchronous_starts(module: Module) -> dict[str, set[tuple[str, str]]]:
-    """Returns {channel: {(computation, name)}} for the starts of XLA:TPU's asynchronous collective fusions.
+    """Returns {channel: {(computation, name)}} for each start of an XLA:TPU asynchronous collective fusion.
 
-    Such a collective is printed in its start, in its end, and in every fusion that overlaps with it, possibly inside a
-    loop. Only the start determines the number of runs. Several collectives may share a channel.
+    The program text repeats the collective in its start, its end, and every fusion that overlaps with it, possibly in a
+    loop. Only the start determines the number of runs. Several collectives may use the same channel.
     """
     found: dict[str, set[tuple[str, str]]] = {}
     for computation in module.computations.values():
@@ -225,10 +225,10 @@ def asynchronous_starts(module: Module) -> dict[str, set[tuple[str, str]]]:
 
 
 def result_shapes(instruction: Instruction) -> tuple[ArrayShape, ...]:
-    """Returns the result arrays of a collective.
+    """Returns the arrays in the result of a collective.
 
-    The type of an asynchronous start is (operands, results, ...). The type of an all-reduce start is only the results,
-    except for ((operands), results) in XLA:GPU of jax 0.12.
+    The type of an asynchronous start is (operands, results, ...). For an all-reduce, the type has only the results, or
+    ((operands), results) in XLA:GPU of jax 0.12.
     """
     results_alone = instruction.opcode == "all-reduce-start" and not instruction.type_text.startswith("((")
     if instruction.opcode.endswith("-start") and not results_alone:

@@ -30,7 +30,7 @@ PASS_THROUGH = ("bitcast", "copy", "convert", "reshape", "transpose")
 
 
 def matmul_flops(instruction: Instruction, computation: Computation) -> tuple[str, float] | None:
-    """Returns (operand type, FLOPs) of a dot, convolution or library matmul, or None for other instructions."""
+    """Returns (operand type, FLOPs) of a dot, convolution or library matmul, and None for other instructions."""
     opcode = instruction.opcode
     if opcode == "convolution":
         return convolution_flops(instruction, *operand_shapes(instruction, computation)[:2])
@@ -49,10 +49,10 @@ def matmul_flops(instruction: Instruction, computation: Computation) -> tuple[st
 
 
 def convolution_flops(instruction: Instruction, left: ArrayShape, right: ArrayShape) -> tuple[str, float]:
-    """Returns (operand type, FLOPs) of a convolution. Counts only kernel taps on data, not on padding or holes.
+    """Returns (operand type, FLOPs) of a convolution. Excludes kernel taps on padding and between elements.
 
-    XLA:TPU prints matmuls as convolutions. In batched matmuls, strides and dilations make most taps fall between
-    elements. Counting every tap would give up to 128 times the FLOPs.
+    XLA:TPU prints matmuls as convolutions. For batched matmuls, most taps are between elements, because of strides and
+    dilations. FLOPs that include them would be up to 128 times too large.
     """
     labels = instruction.attribute(r"dim_labels=(\S+?)(?:,|$)") or ""
     left_labels, other_labels = labels.split("_")
@@ -73,7 +73,7 @@ def convolution_flops(instruction: Instruction, left: ArrayShape, right: ArraySh
 
 
 def valid_taps(size: int, stride: int, padding: int, dilations: tuple[int, int], inputs: int, outputs: int) -> int:
-    """Returns the number of (output, tap) pairs of one spatial dimension that multiply an input element."""
+    """Returns the number of (output, kernel tap) pairs of one spatial dimension that read an input element."""
     left_dilation, right_dilation = dilations
     count, reach = 0, (inputs - 1) * left_dilation
     for tap in range(size):
@@ -88,7 +88,7 @@ def valid_taps(size: int, stride: int, padding: int, dilations: tuple[int, int],
 
 
 def cudnn_flops(instruction: Instruction, target: str, operands: list[ArrayShape]) -> tuple[str, float] | None:
-    """Returns (type, FLOPs) of cuDNN's fused attention with its mask. Ignores that document masks reduce the FLOPs."""
+    """Returns (operand type, FLOPs) of cuDNN's fused attention. Considers its mask, but not document masks."""
     arrays = [shape for shape in operands if len(shape.dims) == 4]
     if len(arrays) < 3:
         return None
@@ -101,10 +101,10 @@ def cudnn_flops(instruction: Instruction, target: str, operands: list[ArrayShape
 
 
 def kernel_flops(instruction: Instruction, computation: Computation) -> float | None:
-    """Returns the FLOPs of a Pallas kernel, 0 if unknown, or None for other instructions.
+    """Returns the FLOPs of a Pallas kernel, 0 if they are unknown, and None for other instructions.
 
-    FLOPs are the declared cost estimate, or come from shapes for splash attention. In a scope `rows_N_of_M`
-    (kernels/matmul/expert_all_to_all.py), only N of M declared rows are multiplied.
+    FLOPs come from the declared cost estimate, or for splash attention from the shapes. In a scope `rows_N_of_M`
+    (kernels/matmul/expert_all_to_all.py), only N of M rows are multiplied.
     """
     target = custom_target(instruction) if instruction.opcode == "custom-call" else ""
     if not target.startswith(PALLAS):
@@ -124,10 +124,10 @@ def kernel_flops(instruction: Instruction, computation: Computation) -> float | 
 def splash_flops(kernel: str, instruction: Instruction, computation: Computation) -> float:
     """Returns the FLOPs of one splash attention kernel over the blocks that it visits.
 
-    The program text omits the table of visited blocks. Programs of this project record the number of visited blocks in
-    the scope of the kernel (kernels/attention/splash.py). In other programs, the number follows from the block sizes in
-    the kernel's metadata for a causal mask. For a window, the table's shape is an upper bound: (query blocks, visited
-    key blocks), or transposed for gradients of keys and values.
+    The program text omits the table of visited blocks. Programs of jaxscale record the number of visited blocks in the
+    scope of the kernel (kernels/attention/splash.py). In other programs with a causal mask, the number follows from the
+    block sizes in the kernel's metadata. For a window, the shape of the table gives an upper bound: (query blocks,
+    visited key blocks), or transposed for gradients of keys and values.
     """
     shapes = operand_shapes(instruction, computation)
     table = next((shape.dims for shape in shapes if shape.dtype.startswith("s") and len(shape.dims) == 3), None)
@@ -162,7 +162,7 @@ def operand_shapes(instruction: Instruction, computation: Computation) -> list[A
 
 
 def instruction_traffic(module: Module, computation: Computation, instruction: Instruction) -> dict[int, float]:
-    """Returns {memory space: bytes}, where 0 is HBM, 1 on-chip and 5 host. Control flow and `-done` have no traffic."""
+    """Returns {memory space: bytes}. Spaces are 0 (HBM), 1 (on-chip) and 5 (host). Omits control flow and `-done`."""
     opcode = instruction.opcode
     traffic: dict[int, float] = collections.defaultdict(int)
     is_marker = opcode == "custom-call" and custom_target(instruction).startswith(MARKERS)
@@ -199,7 +199,7 @@ def instruction_traffic(module: Module, computation: Computation, instruction: I
 
 
 def add_traffic(traffic: dict[int, float], shapes: tuple[ArrayShape, ...], limit: float | None = None) -> None:
-    """Adds the bytes of each array to `traffic`, at most `limit` bytes per array."""
+    """Adds the bytes of each array to `traffic`. limit: largest number of bytes to add per array."""
     for shape in shapes:
         traffic[shape.space] += shape.nbytes if limit is None else min(limit, shape.nbytes)
 
@@ -210,7 +210,7 @@ def total_bytes(shapes: tuple[ArrayShape, ...]) -> float:
 
 
 def read_bytes(module: Module, inner: Computation, parameter: Instruction) -> float | None:
-    """Returns the bytes read of a fusion parameter that is only sliced or updated in place, or None for all bytes."""
+    """Returns the bytes that a fusion reads from a parameter, or None if it reads all of them."""
     read, pending = 0.0, [parameter]
     while pending:
         current = pending.pop()
@@ -234,7 +234,7 @@ def read_bytes(module: Module, inner: Computation, parameter: Instruction) -> fl
 
 
 def written_bytes(module: Module, inner: Computation, shapes: tuple[ArrayShape, ...]) -> list[float]:
-    """Returns the bytes that a fusion writes for each result. For an in-place update, only the update counts."""
+    """Returns the bytes that a fusion writes per result. An in-place update writes only the updated part."""
     root = inner.root
     results = [inner.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
     if len(results) != len(shapes):

@@ -18,7 +18,7 @@ PAIRS = r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}"
 
 @dataclasses.dataclass(frozen=True)
 class PartitionLayout:
-    """Axis sizes (outermost first) and slices of the mesh that a program was compiled for."""
+    """Mesh that a program was compiled for: axis sizes (outermost first), slices and torus."""
 
     mesh_shape: Mapping[str, int]
     slice_of: tuple[int, ...]
@@ -91,7 +91,7 @@ def read_span(instruction: Instruction, layout: PartitionLayout) -> GroupSpan:
 
 
 def parse_groups(attributes: str, num_devices: int) -> np.ndarray:
-    """Returns replica groups in any of XLA's formats as int[groups, size]. Raises ValueError for other formats."""
+    """Returns replica groups as int[groups, size]. Raises ValueError unless the text is in an XLA format."""
     if match := MESH_GROUPS.search(attributes):
         return mesh_groups(*match.groups())
     if match := IOTA_GROUPS.search(attributes):
@@ -106,7 +106,7 @@ def parse_groups(attributes: str, num_devices: int) -> np.ndarray:
 
 
 def mesh_groups(axes: str, device_ids: str | None, used: str) -> np.ndarray:
-    """Returns groups along the axes `used` (such as `'b'`, or `'b':(2)2` for part of an axis) of `'a'=2,'b'=4`."""
+    """Returns the groups over the axes `used`, such as `'b':(2)2` for part of an axis. axes: such as `'a'=2,'b'=4`."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", axes)}
     used_axes = {name: (pre, size) for name, pre, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", used)}
     factors: list[tuple[int, bool]] = []  # (size, is used) of the part before, in and after the used part of an axis

@@ -101,7 +101,7 @@ class ScheduleReader:
         return [number for one in inner for each in one.instructions.values() for number in self.collectives(one, each)]
 
     def fusion_end(self, instruction: Instruction) -> tuple[str, str] | None:
-        """Returns ('start' or 'done', channel) for a start or end of an XLA:TPU asynchronous fusion, or None."""
+        """Returns ('start' or 'done', channel) if this is the start or end of an asynchronous fusion, else None."""
         for name in instruction.called if instruction.opcode in FUSIONS else ():
             inner = self.module.computations[name].instructions.values()
             ends = [FUSION_ENDS.get(custom_target(one)) for one in inner if one.opcode == "custom-call"]
@@ -139,7 +139,7 @@ class Pending:
         return [ScheduleItem("start", number) for number in found if has_data]
 
     def update(self, instruction: Instruction) -> list[ScheduleItem]:
-        """Returns the items for an update or the end of a started instruction."""
+        """Returns the schedule items for the `-update` or `-done` of an asynchronous instruction."""
         before = next((name for name in instruction.operands if name in self.started), None)
         if before is None:
             return []
@@ -150,6 +150,6 @@ class Pending:
         return [ScheduleItem("start", number) for number in found if not has_data]
 
     def end(self, channel: str) -> list[ScheduleItem]:
-        """Returns the items for the end of the earliest open fusion on a channel."""
+        """Returns the schedule items for the end of the fusion that was opened first on a channel."""
         found = self.open_fusions[channel].pop(0) if self.open_fusions[channel] else []
         return [ScheduleItem("done", number) for number in found]

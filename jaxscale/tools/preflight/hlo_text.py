@@ -55,11 +55,11 @@ class Instruction:
 
     @functools.cached_property
     def elements(self) -> tuple[tuple[ArrayShape, ...], ...]:
-        """The arrays of each member of a tuple result. For an array result, the array itself."""
+        """The arrays of each member of a tuple result. An array result is its only member."""
         return tuple(parse_shapes(part) for part in tuple_parts(self.type_text))
 
     def attribute(self, pattern: str) -> str | None:
-        """Returns the first group of a regular expression that matches in the attributes, or None."""
+        """Searches the attributes for a regular expression. Returns its first group, or None without a match."""
         match = re.search(pattern, self.attributes)
         return match[1] if match else None
 
@@ -116,7 +116,7 @@ class Module:
 
 
 def parse_module(text: str) -> Module:
-    """Parses the text of a compiled program (`compiled.as_text()`). Raises BadInput without an entry computation."""
+    """Parses the text of a compiled program, `compiled.as_text()`. Raises BadInput without an ENTRY computation."""
     computations: dict[str, Computation] = {}
     entry, name, lines = None, None, []
     for line in text.splitlines():
@@ -133,7 +133,7 @@ def parse_module(text: str) -> Module:
         else:
             lines[-1] += line  # metadata of Pallas kernels spans several lines
     if entry is None:
-        raise BadInput("this is not the text of a compiled program: it has no ENTRY computation")
+        raise BadInput("the text has no ENTRY computation; pass the text of a compiled program")
     header = text[: text.find("\n")]
     partitions = re.search(r"\bnum_partitions=(\d+)", header)
     return Module(computations, entry, int(partitions[1]) if partitions else None, "is_scheduled=true" in header)
@@ -165,7 +165,7 @@ def closing_bracket(text: str, start: int) -> int:
 
 
 def tuple_parts(text: str) -> list[str]:
-    """Returns the members of a printed tuple type. An array type is returned as the only member."""
+    """Returns the members of a printed tuple type. For an array type, returns the type itself."""
     if not text.startswith("("):
         return [text]
     parts, depth, start = [], 0, 1
@@ -184,7 +184,7 @@ def tuple_parts(text: str) -> list[str]:
 
 @functools.lru_cache(maxsize=65536)
 def parse_shapes(text: str) -> tuple[ArrayShape, ...]:
-    """Returns all arrays in a printed type. Tokens and opaque handles have no bytes and are omitted."""
+    """Returns all arrays in a printed type. Omits tokens and opaque handles, which have no bytes."""
     found = []
     for dtype, dims, layout in SHAPE.findall(text):
         if dtype == "pred" or BITS.fullmatch(dtype) or re.match(r"f\d+e\d", dtype):

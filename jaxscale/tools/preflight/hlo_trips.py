@@ -12,7 +12,7 @@ Linear = tuple[int | None, int]
 
 
 def count_runs(module: Module) -> tuple[dict[str, int], set[str], int]:
-    """Returns (runs of each computation, computations inside fusions, number of loops with unknown trip counts)."""
+    """Returns (runs of each computation, computations in fusions, number of loops with unknown trip counts)."""
     runs = dict.fromkeys(module.computations, 0)
     runs[module.entry] = 1
     fused: set[str] = set()
@@ -36,11 +36,11 @@ def count_runs(module: Module) -> tuple[dict[str, int], set[str], int]:
 
 
 def branch_shares(module: Module, instruction: Instruction) -> dict[str, float]:
-    """Returns {branch: fraction of a conditional's runs that take it}, or {} for other instructions.
+    """Returns {branch: fraction of the runs of a conditional that take it}, or {} for other instructions.
 
     The fraction is known for conditionals with two branches in a scope `taken_N_of_M` (windowed attention, pipeline
-    ticks). For other conditionals, including conditionals inside such a branch, the branch with the most instructions
-    is assumed to run, as an upper bound.
+    ticks). For other conditionals, even inside such a branch, the branch with the most instructions is assumed to run,
+    which gives an upper bound.
     """
     if instruction.opcode != "conditional":
         return {}
@@ -67,7 +67,7 @@ def reachable(module: Module, name: str) -> list[Computation]:
 
 
 def count_trips(module: Module, caller: Computation, loop: Instruction) -> int | None:
-    """Returns a while loop's trip count from XLA's metadata, a scope `usually_N_trips` or its condition, or None."""
+    """Returns a loop's trip count from XLA's metadata, a scope `usually_N_trips` or its condition, else None."""
     for pattern in (r'"known_trip_count":\{"n":"(\d+)"', r'op_name="[^"]*\busually_(\d+)_trips\b[^"/]*/while"'):
         if trips := loop.attribute(pattern):
             return int(trips)
@@ -102,7 +102,7 @@ def count_trips(module: Module, caller: Computation, loop: Instruction) -> int |
 
 
 def follow_compare(module: Module, condition: Computation) -> tuple[Linear, Linear, str] | None:
-    """Returns both sides and the direction of a loop's comparison, which may be inside a fusion."""
+    """Returns (left side, right side, direction) of the comparison in a loop's condition, or None."""
     root, arguments = condition.root, None
     if root.opcode in ("fusion", "call") and len(root.called) == 1:
         arguments = [linear(module, condition, operand) for operand in root.operands]
@@ -116,7 +116,7 @@ def follow_compare(module: Module, condition: Computation) -> tuple[Linear, Line
 
 
 def initial_value(module: Module, caller: Computation, loop: Instruction, index: int) -> int | None:
-    """Returns the initial value of a loop's carried value if it is constant, or None."""
+    """Returns the initial value of one of the values that a loop carries, or None if it is not constant."""
     before = caller.instructions.get(loop.operands[0])
     if before is None or before.opcode != "tuple" or index >= len(before.operands):
         return None
@@ -131,7 +131,7 @@ def linear(
     arguments: list[Linear | None] | None = None,
     depth: int = MAX_DEPTH,
 ) -> Linear | None:
-    """Returns a value as `carried value + constant`, or None. arguments: values passed to a fusion."""
+    """Returns a value as (index of a carried value, constant to add), or None. arguments: inputs of a fusion."""
     instruction = computation.instructions.get(name)
     if instruction is None or depth == 0:
         return None

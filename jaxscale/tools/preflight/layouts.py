@@ -21,10 +21,10 @@ MeshSizes = dict[str, int]  # {mesh axis: size}, and the number of 'chunks'
 
 
 def all_layouts(cfg: RunConfig, num_devices: int, num_slices: int = 1) -> Iterator[MeshSizes]:
-    """Yields all meshes with reasonable pipeline, context and expert sizes. Meshes without these axes are first.
+    """Yields all meshes with reasonable pipeline, context and expert sizes, starting with meshes of size 1.
 
-    With these axes, the data axis is 1 or the number of slices, since within a slice fsdp sends no more than data and
-    uses less memory.
+    If one of these axes is larger than 1, the data axis is 1 or the number of slices. Within a slice, fsdp sends no
+    more bytes than data parallelism and needs less memory.
     """
     experts = getattr(cfg.model, "experts", None)
     expert_sizes = units.divisors(math.gcd(experts.number, num_devices)) if experts else [1]  # must divide the experts
@@ -49,7 +49,7 @@ def all_layouts(cfg: RunConfig, num_devices: int, num_slices: int = 1) -> Iterat
 
 
 def stage_sizes(cfg: RunConfig, num_devices: int) -> list[tuple[int, int]]:
-    """Returns [(stages, chunks per stage)] for the layers of the model, starting with (1, 1)."""
+    """Returns possible (stages, chunks per stage) for the layers of the model, starting with (1, 1)."""
     layers, leading, sizes = cfg.model.layer_stacks.get(BLOCKS, 0), cfg.model.leading_layers, [(1, 1)]
     if not layers or not cfg.model.scan_layers or cfg.optim.offload_params:
         return sizes
@@ -62,7 +62,7 @@ def stage_sizes(cfg: RunConfig, num_devices: int) -> list[tuple[int, int]]:
 
 
 def context_sizes(cfg: RunConfig, num_devices: int) -> list[int]:
-    """Returns powers of two that divide a sequence into zigzag halves with enough positions per device."""
+    """Returns the powers of two that are possible sizes of the context axis."""
     sizes, size = [1], 2
     while num_devices % size == 0 and cfg.seq_len % (2 * size) == 0 and cfg.seq_len // size >= MIN_POSITIONS:
         sizes.append(size)
@@ -71,7 +71,7 @@ def context_sizes(cfg: RunConfig, num_devices: int) -> list[int]:
 
 
 def microbatch_choices(cfg: RunConfig, layout: MeshSizes) -> list[int]:
-    """Returns the numbers of microbatches that divide a batch equally and that the pipeline schedule accepts."""
+    """Returns the numbers of microbatches that divide the batch equally and that the schedule supports."""
     rows, size, chunks = cfg.rows_per_step, layout["pipeline"], layout["chunks"]
     shards = layout["data"] * layout["fsdp"] * layout["expert"]
     parts = [part for part in units.divisors(rows) if rows // part % shards == 0]
@@ -81,7 +81,7 @@ def microbatch_choices(cfg: RunConfig, layout: MeshSizes) -> list[int]:
 
 
 def layout_settings(cfg: RunConfig, layout: MeshSizes) -> dict[str, Any]:
-    """Returns {dotted name: value} for the settings of a mesh. Settings for an axis of size 1 are reset."""
+    """Returns {dotted name: value} for a mesh. For an axis of size 1, its other settings have default values."""
     found: dict[str, Any] = {f"mesh.{axis}": layout[axis] for axis in MESH_AXES}
     if layout["pipeline"] == 1:
         found |= {f"pipeline.{name}": value for name, value in vars(PipelineConfig()).items()}

@@ -33,22 +33,22 @@ def preflight(
     say: Callable[[str], None] = print,
     position: Position = BEGINNING,
 ) -> PreflightReport:
-    """Returns the report. position: where the run resumes, since completed ramp stages need not fit."""
+    """Returns the report. position: where the run resumes; earlier ramp stages may exceed the memory."""
     program = fitting_program(cfg, topology.devices, position=position)
     compiled = compile_ahead(program, topology, keep=keep, save_executable=save_executable, say=say)
     return make_report(config_name, program, topology, compiled)
 
 
 def ahead_program(cfg: RunConfig, topology: Topology) -> Program:
-    """Returns the program of the last ramp stage for the devices of a topology."""
+    """Returns the program of the last ramp stage on the devices of a topology."""
     return make_program(cfg, resolve_budget(cfg, epoch_tokens=UNCOUNTED).without_ramps, topology.devices)
 
 
 def find_compiled_step(cfg: RunConfig, topology: str, say: Callable[[str], None]) -> CompiledStep | None:
-    """Returns preflight's cached result for this step, or None if there is none or no compiler is installed.
+    """Returns preflight's cached result for this step, or None if there is no result or no compiler.
 
-    Unless the cache is empty, traces the step for its cache key, which takes seconds, and tests each compiler option
-    of the config on a small program, as before training.
+    If the cache has any result, traces the step to get its key, which takes seconds. This tests each compiler option of
+    the config on a small program, as training does.
     """
     if not any((cache_dir() / "preflight").glob("*.json")):
         return None
@@ -141,7 +141,7 @@ def settings(program: Program) -> dict[str, Any]:
 
 
 def memory_rows(program: Program, compiled: Compiled, peak: int | None) -> tuple[MemoryRow, ...]:
-    """Returns the peak memory by kind. The state is exact, from its shardings. XLA's buffers are the remainder."""
+    """Returns the peak memory by kind. State sizes are exact. Temporaries are the rest of the peak."""
     state = program.abstract_state
     params, moments, average = (shard_bytes(tree) for tree in (state.params, state.opt_state, state.ema))
     gradients, weights = shard_bytes(program.abstract_grads), stage_weight_bytes(program)

@@ -22,7 +22,7 @@ NO_STAGES = ScheduleSize()
 
 @dataclasses.dataclass
 class CollectiveTime:
-    """Time of one collective over all its runs in a step, in seconds."""
+    """Time in seconds of one collective, summed over all its runs in a step."""
 
     runs: float = 0.0
     is_blocking: bool = True  # True if nothing can run between its start and its end
@@ -33,7 +33,7 @@ class CollectiveTime:
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Times of one step on one device in seconds, by resource and in total."""
+    """Times in seconds of one step on one device, by resource and in total."""
 
     compute_s: float  # matmuls at the chip's peak for their types
     hbm_s: float
@@ -59,15 +59,15 @@ def roofline(
     *,
     shards_head: bool = True,
 ) -> Roofline:
-    """Returns lower bounds of a step's time. The real time is longer, since kernels do not reach their peaks.
+    """Returns lower bounds of the step time. Steps take longer, because kernels do not reach peak FLOP/s.
 
-    schedule: pipeline schedule. A device's program contains only the matmuls of its stage, counted as on the last stage
-    where stages differ. head: the output projection's fraction of the model's matmuls, during which no stage is idle.
+    A device's program contains only the matmuls of its pipeline stage (of the last stage if stages differ). schedule:
+    pipeline schedule. head: the output projection's fraction of the model's matmuls, during which no stage is idle.
     shards_head: True if all stages share the output projection, False if the last stage computes it alone.
 
-    Assumes matmuls at the peak of their type (float32 at the bfloat16 peak, XLA's default on TPU), and memory and links
-    at their datasheet bandwidth in one direction without latency. Each phase of a collective uses the links of its
-    torus dimension (links.group_lines). An unscheduled program is assumed to overlap everything.
+    Assumes matmuls at the peak of their type (float32 at the bfloat16 peak, as is the default on TPU), and memory and
+    links at their datasheet bandwidth in one direction, without latency. Each phase of a collective uses the links of
+    its torus dimension (links.group_lines). If the program has no schedule, everything is assumed to overlap.
     """
     unpriced: list[str] = []
     flops = facts.dot_flops_by_type or {"bf16": facts.dot_flops}
@@ -114,7 +114,7 @@ def roofline(
 def bubble_seconds(
     schedule: ScheduleSize, stage_head: float, head: float, compute: float, exposed: Mapping[str, float]
 ) -> float:
-    """Returns a stage's idle time. stage_head, head: the output projection's fraction of a stage's and all matmuls."""
+    """Returns a stage's idle time. stage_head, head: output projection's fraction of the stage's and all matmuls."""
     axes_of = lambda link: set(link.split(":")[1].split("+"))
     exposed_in_stage = math.fsum(seconds for link, seconds in exposed.items() if axes_of(link) <= IN_STAGE)
     layers = (1 - head) * (1 + recomputed_time(schedule, EQUAL_COSTS))
@@ -125,7 +125,7 @@ def bubble_seconds(
 class Timeline:
     """Simulation of one step on one chip and its links.
 
-    Matmuls run sequentially, at peak rate and without memory time. Meanwhile, each torus dimension, switch or network
+    Matmuls run sequentially at peak FLOP/s, without memory time. Meanwhile, each torus dimension, switch or network
     runs one collective at a time, so two collectives on the same links cannot overlap the same matmul.
     """
 
@@ -204,7 +204,7 @@ class Timeline:
 
 
 def link_seconds(collective: Collective, chip: Chip) -> list[tuple[str, float | None]]:
-    """Returns (link such as 'ici:fsdp:x', seconds per run) for each phase. Seconds are None if unknown."""
+    """Returns (link such as 'ici:fsdp:x', seconds per run or None if unknown) for each phase."""
     axes = "+".join(collective.axes) or "none"
     found = []
     for phase in collective.stages:
@@ -214,6 +214,6 @@ def link_seconds(collective: Collective, chip: Chip) -> list[tuple[str, float | 
 
 
 def work_seconds(flops: Mapping[str, float], chip: Chip) -> float:
-    """Returns the time of matmuls at the peak of their operand type. Kernels and other types use the bfloat16 peak."""
+    """Returns the time of matmuls at the peak of their operand type. The default is the bfloat16 peak."""
     faster = lambda dtype: chip.fp8_flops if dtype.startswith("f8") else chip.int8_flops if dtype in EIGHT_BIT else None
     return sum(amount / max(faster(dtype) or 0.0, chip.peak_flops) for dtype, amount in flops.items())

@@ -43,7 +43,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple[float, ...]:
-        """Sort key for compilation: estimated time, time without overlap, number of changes, memory."""
+        """Sort key for the next candidate to compile: time, time without overlap, number of changes, memory."""
         overlapped, serial = self.estimate.cost
         return bucket(overlapped), bucket(serial), len(self.changes), self.estimate.memory()
 
@@ -67,7 +67,7 @@ def search_candidates(cfg: RunConfig, topology: Topology, say: Callable[[str], N
 
 
 def choices_text(found: Sequence[Candidate]) -> str:
-    """Returns text such as '; schedules 1f1b, zero_bubble; experts: weights gathered or tokens sent', or ''."""
+    """Returns text such as '; schedules 1f1b, zero_bubble; experts: weights gathered or tokens sent'."""
     staged = [one.cfg.pipeline.schedule for one in found if one.cfg.mesh.pipeline != 1]
     forms = [one.estimate.exchange for one in found if one.estimate.exchange]
     words = {"gather": "weights gathered", "send": "tokens sent"}
@@ -76,7 +76,7 @@ def choices_text(found: Sequence[Candidate]) -> str:
 
 
 def fastest_lines(found: Sequence[Candidate], usable: float) -> list[str]:
-    """Returns lines about the fastest candidates by estimate, which may not be compiled before the time limit."""
+    """Returns lines with the candidates of lowest estimated time, overall and among those that fit."""
     best = min(found, key=lambda one: one.estimate.cost)
     fits = min((one for one in found if one.estimate.memory() <= usable), key=lambda one: one.order, default=None)
 
@@ -93,7 +93,7 @@ def fastest_lines(found: Sequence[Candidate], usable: float) -> list[str]:
 
 
 def repair_candidates(cfg: RunConfig, topology: Topology) -> list[Candidate]:
-    """Returns candidates with changes that may make a config fit, including zero3 and offloaded moments."""
+    """Returns changed configs that may fit in memory. Changes include zero3 and offloaded moments."""
     current = mesh_shape(cfg.mesh, len(topology.devices))
     layouts = [
         layout
@@ -136,7 +136,7 @@ def make_candidates(
 
 
 def remat_settings(cfg: RunConfig) -> Iterator[dict[str, Any]]:
-    """Yields the settings of every remat policy. The policy of the config comes with the name lists of the config."""
+    """Yields the settings of each remat policy. Only the policy of the config uses the name lists of the config."""
     lists = {"model.remat_save": cfg.model.remat_save, "model.remat_offload": cfg.model.remat_offload}
     yield {"model.remat": cfg.model.remat} | lists
     for name in get_args(RematName):
@@ -170,10 +170,10 @@ def explore(
     say: Callable[[str], None],
     enough: int | None = None,
 ) -> Tried:
-    """Compiles candidates with the best estimates until the time is up or none is promising, and returns all results.
+    """Compiles the most promising candidates until none is left or the time is up. Returns all results.
 
-    Each compilation corrects the estimates of other candidates. If no estimate fits, the smallest candidates are
-    compiled. known: previous results, returned first. enough: number of fitting candidates at which to stop.
+    Each compilation corrects the estimates of other candidates. If no candidate fits by estimate, compiles those that
+    need the least memory. known: earlier results, returned first. enough: number of results that fit at which to stop.
     """
     begin, tries, tried = clock(), 0, list(known)
     longest = max((report.lower_seconds + report.compile_seconds for _, report in known), default=0.0)
@@ -206,7 +206,7 @@ def explore(
 
 
 def is_promising(one: Candidate, tried: Tried, enough: int | None) -> bool:
-    """Returns True if a candidate may fit and may be better than the compiled candidates."""
+    """Returns True if a candidate may fit, and may be better than the compiled candidates."""
     usable = min((report.usable_bytes for _, report in tried), default=math.inf)
     if one.estimate.memory(activation_scale(one, tried)) > usable:
         return False
@@ -221,7 +221,7 @@ def is_promising(one: Candidate, tried: Tried, enough: int | None) -> bool:
 
 
 def activation_scale(one: Candidate, tried: Tried) -> float:
-    """Returns the expected ratio of activations to their estimate, from the last compiled, similar if possible."""
+    """Returns the expected ratio of actual to estimated activation memory, from earlier compilations."""
     kind = lambda one: (one.cfg.model.remat, one.cfg.mesh.pipeline != 1, one.estimate.exchange)
     scale = PRIOR_SCALE
     for other, report in sorted(tried, key=lambda pair: kind(pair[0]) == kind(one)):
@@ -231,7 +231,7 @@ def activation_scale(one: Candidate, tried: Tried) -> float:
 
 
 def needs_as_much(one: Candidate, failed: Candidate) -> bool:
-    """Returns True if a candidate differs from `failed` at most by fewer microbatches."""
+    """Returns True if a candidate has the changes of `failed`, except for equal or fewer microbatches."""
     parts = "train.num_microbatches"
     other_changes = lambda candidate: {name: value for name, value in candidate.changes.items() if name != parts}
     fewer = one.cfg.train.num_microbatches <= failed.cfg.train.num_microbatches
@@ -244,12 +244,12 @@ def fitting(tried: Tried) -> Tried:
 
 
 def ranked(tried: Tried) -> Tried:
-    """Returns the results in order: fitting candidates by roofline, then the others by peak memory."""
+    """Returns the results in order: first candidates that fit, by roofline time, then others by peak memory."""
     return sorted(tried, key=rank)
 
 
 def rank(pair: tuple[Candidate, PreflightReport]) -> tuple[float, ...]:
-    """Returns the sort key of a result: time (within 1% counts as equal), time without overlap, memory."""
+    """Returns the sort key of a result: time (rounded to about 1%), time without overlap, memory."""
     _, report = pair
     if not report.fits:
         return (1, report.peak_bytes or math.inf)
@@ -270,7 +270,7 @@ def winner(tried: Tried) -> tuple[Candidate, PreflightReport] | None:
 
 
 def winner_lines(tried: Tried) -> list[str]:
-    """Returns the time of the best candidate by part, compared with the next best and the unchanged config."""
+    """Returns lines that compare the step time of the best, the next best and the unchanged config."""
     best, *others = fitting(ranked(tried))
     lines = [f"best: {best[0].label}: {breakdown_text(bounds_of(best[1]))}"]
     unchanged = [pair for pair in tried if not pair[0].changes and pair is not best]
@@ -292,7 +292,7 @@ def parts_text(parts: dict[str, float]) -> str:
 
 
 def bucket(seconds: float) -> int:
-    """Returns the index of a time on a logarithmic grid with ratio SAME_TIME."""
+    """Returns the index of a time on a logarithmic grid. SAME_TIME is the ratio of neighbours."""
     return round(math.log(max(seconds, 1e-12)) / math.log(SAME_TIME))
 
 

@@ -20,7 +20,7 @@ WRAPPERS = re.compile(r"\b(?:jit|shard_map|while|body|eval_jaxpr|closed_call|che
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Totals over all collectives of one kind along the same axes, for one device and step."""
+    """Total of all collectives of one kind over the same mesh axes, for one device and step."""
 
     kind: str
     axes: tuple[str, ...]
@@ -82,12 +82,12 @@ class PreflightReport:
 
     @property
     def fits(self) -> bool:
-        """True if the step was compiled and its peak plus code is within the usable memory."""
+        """True if the step was compiled, and its peak memory plus code fits in the usable memory."""
         return self.shortage is None and self.left_bytes is not None and self.left_bytes >= 0
 
     @property
     def left_bytes(self) -> int | None:
-        """Free bytes per device, negative if the memory is too small; None if the peak is unknown."""
+        """Free bytes per device. Negative if the step does not fit, and None if the peak is unknown."""
         return None if self.peak_bytes is None else self.usable_bytes - self.peak_bytes - self.code_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def report_lines(report: PreflightReport) -> list[str]:
 
 
 def memory_lines(report: PreflightReport) -> list[str]:
-    """Returns lines with the memory of one device by kind, and the usable memory."""
+    """Returns lines with the memory of one device by kind, and with the usable memory."""
     rows = [(row.kind, units.size(row.num_bytes), row.source) for row in report.memory]
     if report.peak_bytes is not None:
         share = report.peak_bytes / report.usable_bytes
@@ -150,7 +150,7 @@ def memory_lines(report: PreflightReport) -> list[str]:
 
 
 def flops_lines(report: PreflightReport) -> list[str]:
-    """Returns lines with the compiled FLOPs and the FLOPs of the model's formula."""
+    """Returns lines that compare the FLOPs of the compiled program with the model formula."""
     assert report.compiled_flops is not None, "the report has facts"
     excess = report.compiled_flops / report.model_flops - 1
     rows = [
@@ -231,7 +231,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def collective_rows(facts: HloFacts, times: Sequence[CollectiveTime]) -> tuple[CollectiveRow, ...]:
-    """Returns one row per collective in program order, or () without a schedule."""
+    """Returns one row per collective in program order, or () if the program has no schedule."""
     rows = []
     for number in dict.fromkeys(start_order(facts.schedule)):
         one, found = facts.collectives[number], times[number]
@@ -263,7 +263,7 @@ def start_order(items: Sequence[ScheduleItem]) -> Iterator[int]:
 
 
 def overlap(rows: Sequence[CollectiveRow]) -> tuple[float, float, float]:
-    """Returns fractions of bytes sent asynchronously, bytes overlapped by matmuls, and link time overlapped."""
+    """Returns fractions: bytes sent asynchronously, bytes that matmuls overlap, link time that matmuls overlap."""
     sent, busy = (sum(getattr(row, name) * row.times for row in rows) or 1.0 for name in ("sent_bytes", "link_s"))
     between = sum(row.sent_bytes * row.times for row in rows if not row.is_blocking) / sent
     covered = sum(row.sent_bytes * row.times for row in rows if row.exposed_s <= 0.05 * row.link_s) / sent

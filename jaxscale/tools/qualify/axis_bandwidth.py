@@ -39,7 +39,7 @@ MEASURES = ("product", "copy", "permute")  # two local operations per process, a
 
 
 def read_mesh(arguments: Arguments) -> MeshConfig:
-    """Returns the mesh of --config with --config.mesh.AXIS=N applied. By default, all devices are along fsdp."""
+    """Returns the mesh of --config with overrides such as --config.mesh.fsdp=8. The default is all devices on fsdp."""
     if arguments.config:
         return config_file.load_config(arguments.config, arguments.overrides).mesh
     if other := [name for name in arguments.overrides if not name.startswith("mesh.")]:
@@ -55,17 +55,17 @@ def read_sizes(text: str) -> list[int]:
     except (ValueError, OverflowError):  # OverflowError: inf
         sizes = []
     if not sizes or min(sizes) < 1024:
-        raise BadInput(f"--megabytes={text} must be comma-separated sizes in MiB, such as 1,16,256")
+        raise BadInput(f"--megabytes={text} must be a list of sizes in MiB, such as 1,16,256")
     return sizes
 
 
 def measure_collectives(cfg: MeshConfig, *, sizes: Sequence[int] | None, repeats: int) -> dict[str, Any]:
-    """Returns the record of --json: time and bandwidth of each collective, size and axis, and times of each process.
+    """Returns the record for --json: times and bandwidths of the collectives, and times of each process.
 
-    Calls run one at a time, and each is timed until its result is ready. The reported time is the median of `repeats`
-    calls on the slowest process. bytes_per_s counts the bytes that one device sends. For an array of S bytes over k
-    devices, that is S (k - 1) / k for all-gather and reduce-scatter, twice that for all-reduce, and S for a permute to
-    the next device.
+    Each call is timed alone, until its result is ready. The reported time is the median of `repeats` calls on the
+    slowest process. bytes_per_s counts the bytes that one device sends. For an array of S bytes over k devices, these
+    are S (k - 1) / k for an all-gather or reduce-scatter, twice as much for an all-reduce, and S for a permute to the
+    next device.
     """
     mesh = make_mesh(cfg)
     device = mesh.devices.flat[0]
@@ -94,7 +94,7 @@ def default_sizes(device: Device) -> list[int]:
 
 
 def measure_axes(mesh: Mesh, kinds: Sequence[str], sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-    """Returns one row per axis with several devices, kind and size. See measure_collectives()."""
+    """Returns one row per axis (of several devices), kind and size. See measure_collectives() for the values."""
     rows = []
     chip, (kind, groups) = find_chip(mesh.devices.flat[0].device_kind), crossed_groups(mesh)
     for axis in [axis for axis in MESH_AXES if mesh.shape[axis] > 1]:
@@ -120,7 +120,7 @@ def measure_axes(mesh: Mesh, kinds: Sequence[str], sizes: Sequence[int], repeats
 
 
 def make_collective(mesh: Mesh, axis: str, what: str) -> Callable[[jax.Array], jax.Array]:
-    """Returns a jitted function that runs one collective along the axis on x [devices, numbers], one row per device."""
+    """Returns a jitted collective over the axis. Its input is [devices, numbers], with one row per device."""
     size = mesh.shape[axis]
 
     def collective(x_1n: jax.Array) -> jax.Array:
@@ -137,7 +137,7 @@ def make_collective(mesh: Mesh, axis: str, what: str) -> Callable[[jax.Array], j
 
 
 def time_collective(mesh: Mesh, axis: str, what: str, size: int, repeats: int) -> Timed:
-    """Returns the time of one collective over arrays of `size` bytes in this process."""
+    """Returns the time that one collective over arrays of `size` bytes takes in this process."""
     f = make_collective(mesh, axis, what)
     numbers = local_numbers(what, size, mesh.shape[axis])
     place = NamedSharding(mesh, P(MESH_AXES, None))
@@ -146,7 +146,7 @@ def time_collective(mesh: Mesh, axis: str, what: str, size: int, repeats: int) -
 
 
 def local_numbers(what: str, size: int, devices: int) -> int:
-    """Returns the number of float32 inputs per device for which the larger of input and output has `size` bytes."""
+    """Returns the number of float32 inputs per device for an array of `size` bytes (the larger of input and output)."""
     return size // 4 // (devices if what == "all-gather" else 1)
 
 
@@ -156,15 +156,15 @@ def wire_bytes(what: str, size: int, devices: int) -> float:
 
 
 def link_figure(chip: Chip | None, *, crosses: bool) -> float | None:
-    """Returns the chip table's bytes/s out of one device, over all fast links, or between slices or nodes."""
+    """Returns the datasheet bytes/s of one device: over its fast links, or between slices or nodes."""
     return chip and (chip.dcn_bandwidth if crosses else chip.ici_bandwidth)
 
 
 def measure_processes(mesh: Mesh, repeats: int) -> list[dict[str, Any]]:
     """Returns the host of each process, and its times for a matmul, a host-to-device copy and a permute.
 
-    Matmul and copy are for the slowest local device and identify a slow host. The time of a collective does not, since
-    all processes wait for the slowest process.
+    The matmul and copy times are those of the slowest local device, and identify a slow host. The permute time does
+    not, because all processes wait for the slowest process.
     """
     axis = max(MESH_AXES, key=lambda axis: mesh.shape[axis])
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
@@ -183,14 +183,14 @@ def measure_processes(mesh: Mesh, repeats: int) -> list[dict[str, Any]]:
 
 
 def gathered(value: np.ndarray | float) -> np.ndarray:
-    """Returns the values of all processes, [processes, ...]. Sends bytes, since JAX would round float64 to float32."""
+    """Returns the values of all processes, [processes, ...]. Sends bytes, because JAX would convert to float32."""
     value = np.array(value, ndmin=1)
     rows = multihost_utils.process_allgather(value.view(np.uint8))
     return np.asarray(rows).reshape(jax.process_count(), -1).view(value.dtype)
 
 
 def slow_ones(processes: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns one line per process whose time exceeds SLOW times the (lower) median."""
+    """Returns one line for each process that takes more than SLOW times the (lower) median time."""
     found = []
     for measure in MEASURES:
         usual = statistics.median_low(process[f"{measure}_s"] for process in processes)
@@ -230,10 +230,10 @@ def collective_lines(record: dict[str, Any]) -> list[str]:
 
 
 def measure_links(machine: Machine, sizes: Sequence[int] | None = None) -> Probe:
-    """Measures bytes/s out of one device for each collective and size, over all devices and along each dimension.
+    """Measures bytes/s of one device for each collective and size, over all devices and over each dimension.
 
-    Only the largest size has a floor, which is a fraction of the datasheet's bandwidth. If there are several
-    dimensions, the floor applies along each dimension, not to all devices together. Times are for the slowest process.
+    Only the largest size has a floor, a fraction of the datasheet bandwidth. If there are several dimensions, only the
+    values over a single dimension have a floor. Times are for the slowest process.
     """
     if len(machine.devices) == 1:
         return Probe(name="links", notes=("one device, so no collectives",))
@@ -247,7 +247,7 @@ def measure_links(machine: Machine, sizes: Sequence[int] | None = None) -> Probe
 
 
 def meshes(devices: Sequence[Any]) -> list[Mesh]:
-    """Returns a mesh with all devices along one axis, and for links of several dimensions a mesh with one axis each."""
+    """Returns a mesh with all devices on one axis, and if links have several dimensions, a mesh with these axes."""
     whole = make_mesh(MeshConfig(fsdp=-1), devices)
     _, _, group_of = device_groups(devices)
     # place of a TPU: coordinates on the torus, then core on the chip
@@ -265,7 +265,7 @@ def meshes(devices: Sequence[Any]) -> list[Mesh]:
 
 
 def figure_of(row: dict[str, Any], mesh: Mesh, machine: Machine, *, judged: bool) -> Reading:
-    """Returns the Reading for a row of measure_axes(), compared with the datasheet for the links that it can use."""
+    """Returns the Reading for a row of measure_axes(), compared with the datasheet bandwidth of the links used."""
     axis, chip = row["axis"], machine.chip
     low, high = row["seconds_range"]
     sent = row["bytes_per_s"] * row["seconds"]

@@ -50,7 +50,7 @@ class Case:
 
 
 def measure_kernels(machine: Machine) -> Probe:
-    """Measures the relative errors of each kernel's value and gradients. Notes list the skipped kernels."""
+    """Measures the relative errors of each kernel's value and gradients. Notes list skipped kernels."""
     figures, notes, problems = [], [], []
     dtype = compute_dtype(machine)
     for make in (attention_cases, loss_case, small_cases, product_cases):
@@ -70,12 +70,12 @@ def measure_kernels(machine: Machine) -> Probe:
 
 
 def compute_dtype(machine: Machine) -> str:
-    """Returns the compute dtype of training on these devices, which is float16 for chips without bfloat16."""
+    """Returns the compute dtype for training on these devices: bfloat16, or float16 if bfloat16 is not supported."""
     return "float16" if machine.chip and not machine.chip.bfloat16 else "bfloat16"
 
 
 def errors_of(case: Case) -> tuple[float, float]:
-    """Returns (error of the value, largest error of a gradient), as RMS relative to the RMS of the reference."""
+    """Returns (error of the value, largest error of the gradients), as RMS relative to the reference."""
     rounded = tuple(x.astype(case.dtype) for x in case.operands)
     exact_operands = tuple(x.astype(F32) for x in rounded)
     with jax.default_matmul_precision("highest"):  # TPUs and GPUs use fewer bits by default
@@ -132,7 +132,7 @@ def attention_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
 
 
 def loss_case(machine: Machine, dtype: str) -> Iterator[Case]:
-    """Yields the case of chunked cross-entropy with z-loss. The reference computes all logits at once."""
+    """Yields the case of chunked cross-entropy with z-loss. Its reference computes all logits at once."""
     B, T, D, V = (2, 64, 64, 512) if machine.on_cpu else (4, 512, 1024, 32_768)
     targets_BT = jax.random.randint(jax.random.key(5), (B, T), 0, V)
     weights_BT = jnp.ones((B, T), F32).at[:, T // 2].set(0.0)
@@ -172,7 +172,7 @@ def small_cases(machine: Machine, dtype: str) -> Iterator[Case]:
 
 
 def exact_rotary(positions_BT: jax.Array, x_BTNH: jax.Array) -> jax.Array:
-    """Returns rotary position embeddings by complex products, with the halves of a head as real and imaginary parts."""
+    """Returns rotary position embeddings as products of complex numbers, made from the halves of a head."""
     first, second = jnp.split(x_BTNH, 2, axis=-1)
     freq_h = jnp.asarray(frequencies(x_BTNH.shape[-1], ROPE_BASE), F32)
     angle_BT1h = positions_BT[:, :, None, None] * freq_h[None, None, None]
@@ -181,7 +181,7 @@ def exact_rotary(positions_BT: jax.Array, x_BTNH: jax.Array) -> jax.Array:
 
 
 def product_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
-    """Yields the cases of projections in `dtype` and in the 8-bit types in the chip's datasheet."""
+    """Yields the cases of projections in `dtype`, and in the 8-bit dtypes that the chip's datasheet lists."""
     B, T, D, F = (2, 128, 256, 512) if machine.on_cpu else (4, 1024, 2048, 4096)
     spec, operands = "BTD,DF->BTF", (normal(13, B, T, D), normal(14, D, F) * D**-0.5)
     exact = functools.partial(jnp.einsum, spec)

@@ -47,7 +47,7 @@ TIMED_SHARE = 1 / 8  # fraction of the time limit of all probes
 
 
 def measure_model(machine: Machine) -> tuple[Probe, Measured | None]:
-    """Measures the largest model of WIDTHS that fits. Returns (probe, record for `jaxscale plan` or None)."""
+    """Measures the first of candidates() that fits. Returns (probe, record for `jaxscale plan` or None)."""
     for name, cfg in candidates(machine):
         compiled = in_all(lambda cfg=cfg: compile_step(cfg, machine), machine.wait_seconds)
         in_all_processes = gathered(next_key("fits"), compiled is not None, made_of=all)
@@ -57,7 +57,7 @@ def measure_model(machine: Machine) -> tuple[Probe, Measured | None]:
 
 
 def compile_step(cfg: RunConfig, machine: Machine) -> tuple[Program, Any] | None:
-    """Returns (program, compiled step) of the config, or None if it does not fit in device memory."""
+    """Returns (program, compiled step), or None if the step does not fit in device memory."""
     program = make_program(cfg, resolve_budget(cfg, epoch_tokens=UNCOUNTED), machine.devices)
     memory_bytes = device_bytes(list(machine.devices))
     if memory_bytes is not None and memory_need(program).total > USABLE * memory_bytes:
@@ -71,7 +71,7 @@ def compile_step(cfg: RunConfig, machine: Machine) -> tuple[Program, Any] | None
 
 
 def candidates(machine: Machine) -> Iterator[tuple[str, RunConfig]]:
-    """Yields (name, config), fastest first: user_model if set, spec T of `bench step` on CPU, otherwise WIDTHS."""
+    """Yields (name, config): user_model if set, spec T of `bench step` on CPU, else all WIDTHS, fastest first."""
     if machine.user_model is not None:
         yield machine.user_model
         return
@@ -91,7 +91,7 @@ def candidates(machine: Machine) -> Iterator[tuple[str, RunConfig]]:
 
 
 def measure_program(name: str, program: Program, executable: Any, machine: Machine) -> tuple[Probe, Measured]:
-    """Runs a compiled step. Returns its probe and the record for `jaxscale plan`."""
+    """Times a compiled step. Returns its probe and the record for `jaxscale plan`."""
     runner = StepRunner(program, executable, WARMUP + 1 + MOST_STEPS + TRACED_STEPS)
     before = device_peak()
     runner.run(WARMUP + 1)
@@ -120,7 +120,7 @@ def measure_program(name: str, program: Program, executable: Any, machine: Machi
 
 
 def device_peak() -> float | None:
-    """Returns the highest peak memory in bytes of this process's devices, or None if the platform reports none."""
+    """Returns the highest peak memory in bytes of this process's devices, or None if it is not available."""
     return memory_metrics([device.memory_stats() for device in jax.local_devices()])["device_peak_bytes"]
 
 
@@ -141,10 +141,10 @@ def describe(name: str, program: Program, executable: Any, machine: Machine) -> 
 def speed_figures(
     cfg: RunConfig, timed: list[float], report: PreflightReport | None, machine: Machine
 ) -> list[Reading]:
-    """Returns tokens/s and step time, and with a datasheet two MFUs and the roofline's step time.
+    """Returns tokens/s, the step time with its roofline, and two values of MFU if the datasheet is known.
 
-    "MFU" counts 6 FLOPs per token and parameter of a matmul, including the output projection but not the embedding
-    lookup, and the attention matmuls over the keys that a query attends to.
+    "MFU" counts 6 FLOPs per token for each parameter that is used in a matmul (not the embedding lookup), and the
+    attention matmuls over the visible keys.
     """
     step, low, high = statistics.median(timed), min(timed), max(timed)
     tokens = cfg.tokens_per_step
@@ -168,7 +168,7 @@ def speed_figures(
 def memory_figures(
     before: float | None, peak: float | None, report: PreflightReport | None, machine: Machine
 ) -> list[Reading]:
-    """Returns the peak memory compared with the compiler's, or [] if unknown or if an earlier probe used more."""
+    """Returns the peak memory compared with the compiler's, or [] if unknown or if earlier probes used more."""
     if peak is None or report is None or report.peak_bytes is None or peak <= (before or 0):
         return []
     expected, within = report.peak_bytes, machine.floors.memory_within

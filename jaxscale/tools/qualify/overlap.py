@@ -46,7 +46,7 @@ class Roles:
 
 @dataclasses.dataclass(frozen=True)
 class TraceOverlap:
-    """Device time of the traced steps in seconds, summed over all devices of this process."""
+    """Device time in seconds during the traced steps, summed over all devices of this process."""
 
     busy: float  # time in which any event ran
     collective: float  # time in which a collective ran or was in flight
@@ -56,7 +56,7 @@ class TraceOverlap:
 
 
 def roles_of(text: str) -> Roles:
-    """Returns the roles of the instructions in the text of a compiled program (`compiled.as_text()`)."""
+    """Returns the matmuls and collectives in the text of a compiled program, `compiled.as_text()`."""
     module = parse_module(text)
     runs, fused, _ = count_runs(module)
     does: dict[str, str] = {}  # {computation: 'product' or 'collective'}; 'product' if it contains both
@@ -75,7 +75,7 @@ def roles_of(text: str) -> Roles:
 
 
 def instruction_role(instruction: Instruction, computation: Any, does: Mapping[str, str]) -> str:
-    """Returns 'product', 'collective' or ''. Loops and branches have '' because the trace has their instructions."""
+    """Returns 'product', 'collective' or ''. Loops and branches have no role, but the instructions inside do."""
     opcode = instruction.opcode
     if opcode.removesuffix("-start").removesuffix("-done") in KINDS:
         return "collective"
@@ -87,7 +87,7 @@ def instruction_role(instruction: Instruction, computation: Any, does: Mapping[s
 
 
 def read_overlap(events: Iterable[TraceEvent], roles: Roles) -> TraceOverlap:
-    """Returns the overlap in events. An asynchronous collective lasts from its -start to the end of its -done."""
+    """Returns the overlap of matmuls and collectives. An asynchronous collective runs from its -start to its -done."""
     by_device: dict[str, list[TraceEvent]] = collections.defaultdict(list)
     for event in events:
         by_device[event.device].append(event)
@@ -111,7 +111,7 @@ def read_overlap(events: Iterable[TraceEvent], roles: Roles) -> TraceOverlap:
 
 
 def collective_spans(events: Sequence[TraceEvent], roles: Roles, unpaired: set[str]) -> list[tuple[str, Span]]:
-    """Returns (name, span) for each execution of a collective. Adds ends without a matching start to `unpaired`."""
+    """Returns (name, span) for each run of a collective. Adds each -done without a -start to `unpaired`."""
     runs: dict[str, list[Span]] = collections.defaultdict(list)
     for event in sorted(events, key=lambda event: event.begin):
         if event.op in roles.collectives:
@@ -137,7 +137,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def common(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
-    """Returns the intersection of two lists of spans, each as returned by `union`."""
+    """Returns the intersection of two lists of spans. The lists must be results of `union`."""
     found, i, j = [], 0, 0
     while i < len(left) and j < len(right):
         begin, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
@@ -156,7 +156,7 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def trace(run: Callable[[], Any]) -> list[TraceEvent]:
-    """Profiles run(), which must wait for its result. Returns the instructions executed on this process's devices."""
+    """Profiles run(), which must wait for its result. Returns the instructions that this process's devices ran."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory(prefix="jaxscale-trace-") as folder:
@@ -167,7 +167,7 @@ def trace(run: Callable[[], Any]) -> list[TraceEvent]:
 
 
 def read_events(data: Any) -> list[TraceEvent]:
-    """Returns the instructions in a profile. Each accelerator has a plane, and CPU events have a device number."""
+    """Returns the instructions in a profile. Each accelerator has its own plane, and all CPU devices share one."""
     found = []
     for plane in data.planes:
         place = DEVICE.match(plane.name)
@@ -183,7 +183,7 @@ def read_events(data: Any) -> list[TraceEvent]:
 
 
 def overlap_figures(text: str, run: Callable[[], Any]) -> tuple[list[Reading], list[str]]:
-    """Returns (readings, notes) about the overlap of a program. run: executes the program a few times and waits."""
+    """Returns (readings, notes) on the overlap in a program. run: runs the program a few times and waits."""
     roles = roles_of(text)
     if not roles.collectives:
         return [], ["overlap: the step has no collectives to hide"]

@@ -23,7 +23,7 @@ RESULTS = {"int8": jnp.int32, "float8_e4m3fn": jnp.bfloat16}  # {8-bit operand d
 
 
 def measure_products(machine: Machine) -> Probe:
-    """Measures the matmul FLOP/s of this process's first device in each dtype, and the bytes/s of its memory."""
+    """Measures matmul FLOP/s in each dtype, and memory bytes/s, on this process's first device."""
     device, chip = jax.local_devices()[0], machine.chip
     source = chip.source if chip else ""
     figures, notes = [], [] if chip else [NO_DATASHEET]
@@ -48,7 +48,7 @@ def measure_products(machine: Machine) -> Probe:
 
 
 def product_types(chip: Chip | None) -> list[tuple[str, float | None]]:
-    """Returns (dtype of the operands, FLOP/s in the datasheet or None) for each dtype to measure."""
+    """Returns (operand dtype, FLOP/s in the datasheet or None) for each dtype to measure."""
     if chip is None:
         return [("float32", None), ("bfloat16", None)]
     dtypes = {"bfloat16" if chip.bfloat16 else "float16": chip.peak_flops}
@@ -57,12 +57,12 @@ def product_types(chip: Chip | None) -> list[tuple[str, float | None]]:
 
 
 def product_width(device: Device) -> int:
-    """Returns the width of the operands, chosen so that all calls take a fraction of a second."""
+    """Returns the width of the matmul operands. With this width, all calls take a fraction of a second."""
     return CPU_WIDTH if device.platform == "cpu" else WIDTH
 
 
 def time_products(device: Device, width: int, dtype: str, repeats: int = REPEATS) -> tuple[Timed, float]:
-    """Returns (time of QUEUED matmuls, FLOPs). Operands are random, because chips use less power with ones."""
+    """Returns (time of QUEUED matmuls, FLOPs). Operands are random, because chips use less power for ones."""
     key = jax.random.key(0)
     if dtype == "int8":
         make = lambda: jax.random.randint(key, (2, width, width), -127, 128, jnp.int8)
@@ -76,9 +76,9 @@ def time_products(device: Device, width: int, dtype: str, repeats: int = REPEATS
 
 @jax.jit
 def multiply(a_NN: jax.Array, b_NN: jax.Array) -> jax.Array:
-    """Returns a @ b.T, the layout of cuBLAS's 8-bit matmuls. For 8-bit operands, the result has the dtype in RESULTS.
+    """Returns a @ b.T, the operand layout of 8-bit matmuls in cuBLAS. RESULTS: result dtypes for 8-bit operands.
 
-    On CPU the result is computed in float32 and cast, because XLA:CPU would convert the operands for a 16-bit result.
+    On CPU, the result is computed in float32 and cast, because XLA:CPU would convert the operands for a 16-bit result.
     """
     result = RESULTS.get(a_NN.dtype.name, a_NN.dtype)
     contract_last = (((1,), (1,)), ((), ()))
@@ -91,18 +91,18 @@ def multiply(a_NN: jax.Array, b_NN: jax.Array) -> jax.Array:
 
 @jax.jit
 def over(x: jax.Array) -> jax.Array:
-    """Runs QUEUED passes over x in one program. Each pass reads the result of the previous pass."""
+    """Reads and writes x QUEUED times in one program. Each pass depends on the previous pass."""
     return lax.fori_loop(0, QUEUED, lambda _, x: x * 0.5 + 1.0, x)
 
 
 def product_seconds(device: Device, repeats: int = REPEATS) -> float:
-    """Returns the median time of one matmul that runs only on this device."""
+    """Returns the median time of one matmul on this device, without communication."""
     dtype = "float32" if device.platform == "cpu" else "bfloat16"
     return time_products(device, product_width(device), dtype, repeats)[0].median / QUEUED
 
 
 def measure_devices(machine: Machine, time_device: Callable[[Device], float] = product_seconds) -> Probe:
-    """Compares devices with their median. Of simulated devices, which share cores, only one per process is timed."""
+    """Compares devices with their median. Times only one simulated device per process, since they share cores."""
     local = [device for device in machine.devices if device.process_index == jax.process_index()]
     at = lambda d: f" at {tuple(d.coords)}" if getattr(d, "coords", None) is not None else ""
     name_of = lambda d: f"{d.platform.upper()} {d.id}{at(d)}"
@@ -117,7 +117,7 @@ def measure_devices(machine: Machine, time_device: Callable[[Device], float] = p
 
 
 def beside_median(rows: Sequence[tuple[str, int, float]], most: float) -> tuple[Reading, ...]:
-    """Returns the (lower) median, and all slow devices or the slowest. rows: ('TPU 3 on HOST', process, seconds)."""
+    """Returns the (lower) median, and the slow devices or the slowest. rows: (name of device, process, seconds)."""
     usual = statistics.median_low([seconds for _, _, seconds in rows])
     times = sorted(rows, key=lambda row: -row[2])
     slow = {f"{label} (process {n}) is slow": seconds for label, n, seconds in times if seconds > most * usual}

@@ -24,7 +24,7 @@ DRAWN = 120  # width in pixels of a bar of 100%
 
 
 def make_page(result: Qualification) -> str:
-    """Returns the HTML page: the verdict, one table per probe, then floors and versions."""
+    """Returns the HTML page: the verdict, one table per probe, the floors and the versions."""
     word, kind = verdict(result)
     facts = [
         ("devices", result.devices, result.chip or "no datasheet"),
@@ -62,7 +62,7 @@ def verdict(result: Qualification) -> tuple[str, str]:
 
 
 def headlines(result: Qualification) -> Iterator[tuple[str, str, str]]:
-    """Yields (name, value, fraction of the datasheet) for the values at the top of the page."""
+    """Yields (name, value, comparison with the datasheet) for the main values at the top of the page."""
     for probe in result.probes:
         for figure in probe.figures:
             if figure.name in ("step throughput", "MFU", "overlap: collective time that overlaps matmuls") or (
@@ -73,7 +73,7 @@ def headlines(result: Qualification) -> Iterator[tuple[str, str, str]]:
 
 
 def probe_html(probe: Probe) -> str:
-    """Returns the HTML of a probe: state, readings and notes. Empty columns are omitted."""
+    """Returns the state, readings and notes of a probe as HTML. Omits empty columns."""
     state = f'<p><span class="state {SHOWN[probe.state]}">{escape(probe.state)}</span></p>'
     rows = [figure_row(figure) for figure in probe.figures]
     filled = [any(row[place].html for row in rows) for place in range(len(HEAD))]
@@ -84,7 +84,7 @@ def probe_html(probe: Probe) -> str:
 
 
 def lines_below(probe: Probe) -> list[str]:
-    """Returns the lines below a probe's readings: failures of this and other processes, then notes."""
+    """Returns the lines below a probe's readings: failures in this process, failures in others, and notes."""
     return [*filter(None, (probe.problem, *probe.elsewhere)), *probe.notes]
 
 
@@ -118,7 +118,7 @@ def floor_rows(floors: Floors) -> list[tuple[str, str, str]]:
 
 
 def summary_lines(result: Qualification) -> list[str]:
-    """Returns the result as lines of text: the readings and notes of each probe, then the floors and the verdict."""
+    """Returns lines of text with the readings and notes of each probe, the floors and the verdict."""
     where = f"{plural(result.num_processes, 'process')} on {plural(len(result.hosts), 'host')}"
     lines = [f"{result.devices}, {where}; {result.datasheet or NO_DATASHEET}"]
     for probe in result.probes:

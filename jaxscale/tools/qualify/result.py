@@ -18,10 +18,10 @@ Rate = tuple[float, float, float]  # (median, low, high)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Floors:
-    """Limits that a machine must meet to be qualified.
+    """Limits for a machine to be qualified.
 
-    The floors for products (matmuls), bandwidth and links were chosen, not measured. A chip this far below its
-    datasheet is more likely faulty, or a different model, than badly programmed.
+    The floors for products (matmuls), bandwidth and links were chosen, not measured. If a chip is below one of them, a
+    fault or a different chip model is more likely than slow code.
     """
 
     products: float = 0.6  # fraction of the datasheet's FLOP/s
@@ -33,13 +33,13 @@ class Floors:
 
 
 def usual_mfu_floor(chip: Chip | None) -> float | None:
-    """Returns the lowest published MFU of H100 for chips of its architecture, or None for other chips."""
+    """Returns the lowest published MFU of H100 for chips of the same architecture, otherwise None."""
     same = chip is not None and chip.architecture == H100.architecture
     return published_mfu(H100)[0].low if same else None
 
 
 def phase_limits(seconds: float) -> Any:
-    """Returns watchdog settings with the same timeout for each phase: all probes, and `save` of checkpoints."""
+    """Returns watchdog settings with the same timeout for all phases: the probes and checkpoint saves."""
     phases = ("products", "devices", "links", "kernels", "step", "storage", "save")
     return dataclasses.make_dataclass("Limits", [f"{phase}_seconds" for phase in phases])(*[seconds] * len(phases))
 
@@ -72,7 +72,7 @@ class Machine:
 
     @property
     def on_cpu(self) -> bool:
-        """True on CPU, where probes are small because CPUs have no datasheet here."""
+        """True on CPU, where probes are small and there is no datasheet."""
         return self.platform == "cpu"
 
 
@@ -105,7 +105,7 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probe:
-    """The readings of one kind of measurement. problem: the reason if readings are missing or invalid."""
+    """Readings of one kind of measurement. problem: the reason that readings are missing or invalid."""
 
     name: str
     figures: tuple[Reading, ...] = ()
@@ -118,7 +118,7 @@ class Probe:
 
     @property
     def outside(self) -> tuple[str, ...]:
-        """One line per reading of this process outside its limits, such as 'NAME: 412 TFLOP/s, 41.7% of ...'."""
+        """One line for each reading of this process outside its limits, such as 'NAME: 412 TFLOP/s, 41.7% of ...'."""
         found = []
         for one in self.figures:
             if one.passed is False:
@@ -133,7 +133,7 @@ class Probe:
 
     @property
     def state(self) -> str:
-        """'passed', 'below' (outside a limit), 'failed' (has a problem), 'left out' or 'measured' (has no limits)."""
+        """'passed', 'below' (outside a limit), 'failed' (has a problem), 'measured' (no limits) or 'left out'."""
         if self.left_out:
             return "left out"
         if self.problem:
@@ -170,7 +170,7 @@ class Qualification:
         return not self.failures
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the result as JSON data. Non-finite numbers become strings, since JSON has no NaN."""
+        """Returns the result as JSON data. NaN and infinity become strings, because JSON does not support them."""
         found = dataclasses.asdict(self) | {"passed": self.passed, "failures": self.failures}
         for plain, probe in zip(found["probes"], self.probes):
             plain["state"] = probe.state
@@ -181,7 +181,7 @@ class Qualification:
 
 
 def limits(figure: Reading) -> str:
-    """Returns the limits as text such as 'at least 593 TFLOP/s', or '' without limits."""
+    """Returns the limits as text such as 'at least 593 TFLOP/s', or '' if there are none."""
     both = (("at least", figure.least), ("at most", figure.most))
     return " and ".join(f"{words} {amount(limit, figure.unit)}" for words, limit in both if limit is not None)
 
@@ -203,7 +203,7 @@ def amount(value: float, unit: str) -> str:
 
 
 def reading_of(rate: Rate, name: str, unit: str, datasheet: float | None, floor: float | None, source: str) -> Reading:
-    """Returns the Reading of a rate, compared with the datasheet if given. floor: fraction of the datasheet's value."""
+    """Returns the Reading of a rate, compared with the datasheet if it lists one. floor: fraction of the datasheet."""
     median, low, high = rate
     found = Reading(name=name, value=median, unit=unit, low=low, high=high)
     if not datasheet:

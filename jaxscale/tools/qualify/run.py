@@ -33,7 +33,7 @@ PROBES = tuple(EXPECTED)
 def qualify(
     machine: Machine, *, only: Collection[str] = PROBES, say: Callable[[str], None], clock=time.monotonic
 ) -> Qualification:
-    """Runs the probes in all processes. Process 0 writes the result after each probe, including failed probes."""
+    """Runs the probes in all processes. Process 0 writes the result after each probe, even if the probe fails."""
     began, records = clock(), []
 
     def measure_step(machine: Machine) -> Probe:
@@ -70,16 +70,16 @@ def qualify(
 
 
 def to_go(done: Collection[str], ahead: Collection[str], elapsed: float) -> str:
-    """Returns a time estimate such as 'about 3m20s left', from the expected times and the speed so far."""
+    """Returns text such as 'about 3m20s left', from the expected times of the probes and the speed so far."""
     pace = elapsed / sum(EXPECTED[name] for name in done) if done else 1.0
     return f"about {duration(pace * sum(EXPECTED[name] for name in ahead))} left"
 
 
 def attempt(name: str, function: Callable[[Machine], Probe], machine: Machine, clock: Callable[[], float]) -> Probe:
-    """Runs a probe. Returns the result with the duration and the failures of all processes.
+    """Runs a probe. Returns its result with its duration and the failures of all processes.
 
-    A process that fails in local work joins the others at the end of the probe. If a process fails in a collective, the
-    others wait until their watchdog ends the run. Raises Stop if a process is lost.
+    If local work fails in a process, the process waits for the others at the end of the probe. If a collective fails,
+    the other processes wait until their watchdog ends the run. Raises Stop if a process is lost.
     """
     began, key, process = clock(), next_key("probe"), jax.process_index()
     try:
@@ -96,7 +96,7 @@ def attempt(name: str, function: Callable[[Machine], Probe], machine: Machine, c
     try:
         answers = gathered(key, [probe.problem, list(probe.outside)], machine.wait_seconds)
     except TimeoutError as error:
-        raise Stop(Exit.PEER_LOST, f"{name}: {error}; restart all processes") from None
+        raise Stop(Exit.PEER_LOST, f"{name} failed: {error}; restart all processes") from None
     if any(problem for problem, _ in answers):
         align_keys(f"{key}/numbers")
     problems, outside = [probe.problem] if probe.problem else [], []

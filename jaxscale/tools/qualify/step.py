@@ -77,13 +77,13 @@ class SpecFlags:
 
 
 def read_config(arguments: Arguments, *, usual: str = "S") -> tuple[str, RunConfig]:
-    """Returns (name, RunConfig). Raises BadInput if both --config and --spec are set. usual: default of --spec."""
+    """Returns (name, RunConfig). usual: default of --spec. Raises BadInput if --config and --spec are both set."""
     flags, overrides = arguments.flags, dict(arguments.overrides)
     if flags.dtype:
         overrides["model.compute_dtype"] = flags.dtype
     if arguments.config:
         if flags.spec:
-            raise BadInput("--spec and --config both select a model; pass only one")
+            raise BadInput("--spec and --config cannot be combined; pass only one")
         return config_name(arguments.config), config_file.load_config(arguments.config, overrides)
     spec = flags.spec or usual
     if spec not in SPECS:
@@ -92,11 +92,11 @@ def read_config(arguments: Arguments, *, usual: str = "S") -> tuple[str, RunConf
 
 
 def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
-    """Times `steps` steps after the first step and `warmup` more. Returns the record that --json prints.
+    """Times `steps` steps, after a first step and `warmup` steps. Returns the record for --json.
 
-    A step transfers one batch to the devices, runs the compiled step and transfers the loss back. tok_s is tokens/s at
-    the median step, *_s are seconds and *_mb are MiB. cpu_s is the CPU time of a step over all threads, which other
-    programs on the machine affect less than step_s.
+    A step transfers one batch to the devices, runs the compiled step and transfers the loss to the host. tok_s is
+    tokens/s at the median step time, *_s are seconds and *_mb are MiB. cpu_s is the CPU time of a step over all
+    threads, which other programs on the machine affect less than step_s.
     """
     check_machine(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, name="synthetic")))  # no data is read
     with CompileLog() as log:
@@ -138,7 +138,7 @@ def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[
 
 
 def describe_program(program: Program) -> dict[str, Any]:
-    """Returns model size, batch size and machine for the record of a measurement."""
+    """Returns the model size, batch size and machine, for the record of a measurement."""
     cfg = program.cfg
     return {
         "log_vocab": round(math.log(cfg.model.vocab_size), 4),
@@ -159,7 +159,7 @@ def describe_program(program: Program) -> dict[str, Any]:
 
 
 def product_gflops(dtype: str) -> float:
-    """Returns the GFLOP/s of matmuls over all devices. Simulated devices share a CPU and count as one."""
+    """Returns the matmul GFLOP/s of all devices. Simulated devices share a CPU, so they count as one device."""
     device = jax.local_devices()[0]
     seconds, flops = time_products(device, product_width(device), dtype)
     num_chips = 1 if device.platform == "cpu" else jax.device_count()
@@ -167,7 +167,7 @@ def product_gflops(dtype: str) -> float:
 
 
 class StepRunner:
-    """Runs a training step on random batches, and records times and losses. Waits for each step."""
+    """Runs training steps on random batches, waits for each step, and records times and losses."""
 
     def __init__(self, program: Program, train_step: Any, most_steps: int):
         self.program, self.train_step = program, train_step
@@ -192,7 +192,7 @@ class StepRunner:
 
 
 def random_batches(program: Program, number: int) -> list[Batch]:
-    """Returns `number` batches with this process's sequences of uniform random tokens, one document per sequence."""
+    """Returns this process's part of `number` batches. Each sequence is one document of uniform random tokens."""
     cfg = program.cfg
     source = SyntheticRows(seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed)
     rows = local_rows(program.batch_sharding, (cfg.rows_per_step, cfg.seq_len))
@@ -206,7 +206,7 @@ def place(program: Program, batch: Batch) -> Batch:
 
 
 def utilisation(tokens_per_second: float, cfg: RunConfig) -> float | None:
-    """Returns model FLOPs utilization (MFU), or None if the chip's peak FLOP/s are unknown."""
+    """Returns the model FLOPs utilization (MFU), or None if the peak FLOP/s of the chip are unknown."""
     chip = find_chip(jax.devices()[0].device_kind)
     if chip is None:
         return None
@@ -215,7 +215,7 @@ def utilisation(tokens_per_second: float, cfg: RunConfig) -> float | None:
 
 
 def process_age() -> float | None:
-    """Returns the seconds since this process started, including imports and a re-exec, or None without /proc."""
+    """Returns the seconds since this process started (including imports and re-exec), or None without /proc."""
     try:
         with open("/proc/self/stat", encoding="utf-8") as file:
             started = int(file.read().rpartition(")")[2].split()[19])  # field 22 of proc(5), in clock ticks
@@ -225,12 +225,12 @@ def process_age() -> float | None:
 
 
 def logit_variance(model: AnyModelConfig) -> float:
-    """Returns the variance of an untrained Llama-like model's logits, assuming a normalized last hidden state."""
+    """Returns the variance of an untrained Llama's logits, assuming a normalized last hidden state."""
     return model.embed_dim * (HEAD_STD * mup_scales(model).output) ** 2
 
 
 def loss_problem(first: float | None, last: float | None, log_vocab: float, variance: float = 0.0) -> str | None:
-    """Returns a message if a loss on random tokens is not near log(vocabulary), or None."""
+    """Returns an error message if a loss on random tokens is not near log(vocabulary), otherwise None."""
     low, high = log_vocab - NEAR_NATS, log_vocab + variance / 2 + NEAR_NATS
     for what, loss in (("first", first), ("last", last)):
         if loss is not None and not low < loss < high:

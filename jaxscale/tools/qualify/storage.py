@@ -29,7 +29,7 @@ TIME_SHARE = 1 / 8  # fraction of the time limit of all probes; the second save'
 
 
 def measure_storage(machine: Machine) -> Probe:
-    """Measures bytes/s of a save and a restore over all processes. The restore may read the host's page cache."""
+    """Measures bytes/s of saving and restoring, over all processes. A restore may use the host's page cache."""
     processes, most = jax.process_count(), CPU_PROCESS_BYTES if machine.on_cpu else PROCESS_BYTES
     mesh = make_mesh(MeshConfig(fsdp=-1), machine.devices)
     with empty_folder(machine.save_folder) as folder:
@@ -47,7 +47,7 @@ def measure_storage(machine: Machine) -> Probe:
 
 
 def save_and_restore(folder: Any, mesh: Mesh, num_bytes: int, machine: Machine) -> tuple[int, float, float, float]:
-    """Returns (bytes, seconds that the save blocked, seconds until the save was complete, seconds of the restore)."""
+    """Returns (bytes, seconds of blocking in the save, seconds of the whole save, seconds of the restore)."""
     state = jax.block_until_ready(make_state(mesh, num_bytes))
     checkpoints = Checkpoints(folder, CheckpointConfig(keep_last=1), phase=machine.phase)
     checkpoints.prepare(state)  # so that save() does not wait for the preparation
@@ -68,7 +68,7 @@ def save_and_restore(folder: Any, mesh: Mesh, num_bytes: int, machine: Machine) 
 
 
 def make_state(mesh: Mesh, num_bytes: int) -> dict[str, jax.Array]:
-    """Returns LEAVES random arrays of at least `num_bytes` in total, sharded over all devices."""
+    """Returns LEAVES random arrays with at least `num_bytes` in total, sharded over all devices."""
     rows = NamedSharding(mesh, P(MESH_AXES, None))
     columns = max(1, math.ceil(num_bytes / (4 * LEAVES * mesh.size)))
     make = jax.jit(lambda key: jax.random.normal(key, (mesh.size, columns), jnp.float32), out_shardings=rows)
@@ -77,7 +77,7 @@ def make_state(mesh: Mesh, num_bytes: int) -> dict[str, jax.Array]:
 
 @contextlib.contextmanager
 def empty_folder(parent: Any) -> Iterator[Any]:
-    """Yields an empty shared folder in `parent`. Process 0 removes the folder at the end, and before if it exists."""
+    """Yields an empty shared folder in `parent`. Process 0 deletes the folder before and after use."""
     folder = paths.absolute(parent) / FOLDER
 
     def remove() -> None:

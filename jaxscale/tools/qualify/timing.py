@@ -23,21 +23,21 @@ class Timed(NamedTuple):
 
 
 def seconds_of(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> tuple[float, Any]:
-    """Returns (seconds of one call, its result). The call must wait for its result, as JAX dispatch is asynchronous."""
+    """Returns (seconds of one call, its result). The call must wait for its result, because JAX is asynchronous."""
     began = clock()
     result = call()
     return clock() - began, result
 
 
 def timed(call: Callable[[], Any], times: int) -> Timed:
-    """Returns the times of several calls after one warmup call. Waits for the arrays that each call returns."""
+    """Returns the times of several calls, after one warmup call. Waits for the arrays that a call returns."""
     jax.block_until_ready(call())
     seconds = [seconds_of(lambda: jax.block_until_ready(call()))[0] for _ in range(times)]
     return Timed(statistics.median(seconds), min(seconds), max(seconds))
 
 
 def median_seconds(call: Callable[[], Any], times: int, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Returns the median time of several calls, which must wait for their results."""
+    """Returns the median time of several calls. Each call must wait for its result."""
     return statistics.median(seconds_of(call, clock)[0] for _ in range(times))
 
 
@@ -69,5 +69,5 @@ class CompileLog:
             self.seconds.setdefault(name, []).append(duration_secs)
 
     def note_hit(self, event: str, **facts: Any) -> None:
-        """Counts a hit of the compilation cache. This is a listener for events."""
+        """Event listener that counts hits of the compilation cache."""
         self.from_cache += event == "/jax/compilation_cache/cache_hits"

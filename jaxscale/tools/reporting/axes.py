@@ -18,7 +18,7 @@ class Axis(NamedTuple):
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Returns the relative position of a value: 0 at the low end, 1 at the high end, clipped to [-1, 2]."""
+        """Returns the relative position of a value, 0 at the low end and 1 at the high end, clipped to [-1, 2]."""
         if self.log:
             value = max(value, self.low * 1e-9, 1e-300)
             at = (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
@@ -32,7 +32,7 @@ class Axis(NamedTuple):
 
 
 def size_ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """Returns multiples of a power of two within [low, high], for memory sizes."""
+    """Returns ticks for memory sizes within [low, high]: multiples of a power of two."""
     if not high > low:
         return [low]
     step = 2.0 ** math.ceil(math.log2((high - low) / max(most, 1)) - 1e-9)
@@ -40,7 +40,7 @@ def size_ticks(low: float, high: float, most: int = 7) -> list[float]:
 
 
 def linear_ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """Returns multiples of 1, 2 or 5 times a power of ten within [low, high]."""
+    """Returns ticks within [low, high]: multiples of 1, 2 or 5 times a power of ten."""
     if not high > low:
         return [low]
     rough = (high - low) / max(most, 1)
@@ -51,7 +51,7 @@ def linear_ticks(low: float, high: float, most: int = 7) -> list[float]:
 
 
 def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """Returns powers of ten within [low, high], with 2 and 5 times each if fewer than 3, else linear ticks."""
+    """Returns powers of ten within [low, high]. If fewer than 3, adds 2 and 5 times each, or uses linear ticks."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     stride = max(1, math.ceil((last - first) / max(most, 1)))
     within = lambda factors: [
@@ -67,7 +67,7 @@ def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
 
 
 def axis_over(values: Iterable[float], *, log: bool = False, zero: bool = False) -> Axis:
-    """Returns an axis over the values except a few outliers. log: only values above 0. zero: start the axis at 0."""
+    """Returns an axis over the values, without a few outliers. log: logarithmic axis. zero: axis starts at 0."""
     known = sorted(value if abs(value) > LEAST else 0.0 for value in values if not log or value > LEAST)
     if not known:
         return Axis(0.1, 1.0, True) if log else Axis(0.0, 1.0)
@@ -87,7 +87,7 @@ def axis_over(values: Iterable[float], *, log: bool = False, zero: bool = False)
 
 
 def thin_columns(steps: Sequence[float], values: Sequence[float], columns: int) -> Points:
-    """Returns the first, lowest, highest and last point of each column, so that a line covers the same pixels."""
+    """Returns the first, lowest, highest and last point of each pixel column. The drawn line looks the same."""
     points = list(zip(steps, values))
     if len(points) <= 2 * columns:
         return points
@@ -103,7 +103,7 @@ def thin_columns(steps: Sequence[float], values: Sequence[float], columns: int) 
 
 
 def smooth(values: Sequence[float], half: int, *, steep: bool = False) -> list[float]:
-    """Returns a moving average over at most `half` values on each side. steep: use symmetric windows at the start."""
+    """Returns a moving average over up to `half` values on each side. steep: symmetric windows at the start."""
     total, means = [0.0, *itertools.accumulate(values)], []
     for i in range(len(values)):
         first, stop = max(i - half, 0), min(i + (min(half, i) if steep else half) + 1, len(values))

@@ -34,7 +34,7 @@ class Canvas:
         return html
 
     def plot(self, title: str, lines: Sequence[PlotLine], **settings: Any) -> str:
-        """Returns the HTML of a plot, or '' if it has no points. settings: other fields of Plot."""
+        """Returns the HTML of a plot, or '' if the plot has no points. settings: other fields of Plot."""
         usual = {"marks": marks(self.histories[0].events) if self.single else [], "named": not self.single}
         plot = Plot(title=title, lines=lines, **usual | settings)
         if not plot.drawn:
@@ -44,7 +44,7 @@ class Canvas:
         return html
 
     def metric(self, name: str, title: str, label: str = "", **settings: Any) -> str:
-        """Returns a plot of one metric of all runs with abandoned steps in grey, or '' if no run has the metric."""
+        """Returns a plot of one metric for all runs, with abandoned steps in grey, or '' if no run has the metric."""
         return self.plot(title, self.lines(name, label if self.single else ""), **settings)
 
     def lines(self, name: str, label: str = "", smoothed: bool = False) -> list[PlotLine]:
@@ -55,7 +55,7 @@ class Canvas:
     def lines_of(
         self, history: History, place: int, name: str, label: str = "", style: str = "line", smoothed: bool = False
     ) -> list[PlotLine]:
-        """Returns the lines of one metric for one run, starting with abandoned parts, which are drawn below others."""
+        """Returns the lines of one metric and run. Abandoned steps come first, so they are drawn below the others."""
         color = color_of(place)
         label = label or name.rpartition("/")[2].replace("_", " ") if self.single else history_label(history, label)
         lines = []

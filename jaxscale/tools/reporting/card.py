@@ -15,7 +15,7 @@ NONE = "-"
 
 
 def make_card(histories: Sequence[History], *, price: float | None = None, now: float) -> str:
-    """Returns the card with one column per run. price: dollars per chip-hour, or None for the list price."""
+    """Returns the card, with one column per run. price: dollars per chip-hour; None uses the list price."""
     histories = with_unique_names(histories)
     statuses = [status_of(history, now, price) for history in histories]
     heads = ["", *(history.name for history in histories)]
@@ -36,7 +36,7 @@ def make_card(histories: Sequence[History], *, price: float | None = None, now: 
 
 
 def fact_rows(histories: Sequence[History], statuses: Sequence[Status]) -> list[tuple[str, list[str]]]:
-    """Returns one table row per fact (state, model, progress, cost): the name, then one cell per run."""
+    """Returns one table row per fact (state, model, progress, cost), with its name and a cell per run."""
     each = list(zip(histories, statuses))
     known = lambda value, show: NONE if value is None else show(value)
     return [
@@ -63,7 +63,7 @@ def model_words(history: History) -> str:
 
 
 def measured_rows(histories: Sequence[History]) -> list[list[str]]:
-    """Returns one table row per evaluator and metric, with the newest value of each run."""
+    """Returns one table row per evaluator and metric. Cells have the newest value of each run."""
     rows = []
     for metric, names in eval_names(histories).items():
         for name in names if metric != "loss" else ():

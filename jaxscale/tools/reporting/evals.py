@@ -23,7 +23,7 @@ FALLING = ("bits_per_byte", "perplexity", "loss")  # fall steeply at the start, 
 
 
 def eval_names(histories: Sequence[History]) -> dict[str, list[str]]:
-    """Returns {metric: full names that end with the metric} in the order of METRICS."""
+    """Returns {metric: its full names, one per evaluator}, in the order of METRICS."""
     names = list(dict.fromkeys(name for history in histories for name in history.eval_names()))
     found: dict[str, list[str]] = {metric: [] for metric in METRICS}
     for name in names:
@@ -40,7 +40,7 @@ def label_of(name: str) -> str:
 
 
 def eval_plots(canvas: Canvas) -> str:
-    """Returns one plot per metric with a line per evaluator, or for several runs one plot per metric and evaluator."""
+    """Returns one plot per metric with a line per evaluator. For several runs, each evaluator has its own plot."""
     drawn, histories = [], canvas.histories
     for metric, names in eval_names(histories).items():
         plot = functools.partial(canvas.plot, log=metric == "perplexity", focused=metric in FALLING)
@@ -57,7 +57,7 @@ def eval_plots(canvas: Canvas) -> str:
 
 
 def error_band(history: History, name: str) -> PlotBand | None:
-    """Returns the band of one standard error on both sides, or None if a measurement has no standard error."""
+    """Returns the band of plus and minus one standard error, or None if a value has no standard error."""
     steps, values = history.evaluated(name)
     error_steps, errors = history.evaluated(f"{name}_stderr")
     if not steps or error_steps != steps:
@@ -85,7 +85,7 @@ def shown(value: float | None, error: float | None) -> str:
 
 
 def evals_section(canvas: Canvas) -> str:
-    """Returns the plots, with a table for one run, or '' if there are no measurements."""
+    """Returns the plots (and for a single run, the table) of evaluations, or '' if there are none."""
     drawn = eval_plots(canvas)
     if drawn and canvas.single:
         drawn += f"<details><summary>Numbers</summary>{eval_table(canvas.histories[0])}</details>"

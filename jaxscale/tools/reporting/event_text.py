@@ -35,7 +35,7 @@ class Incident(NamedTuple):
 
 
 def incidents(events: Sequence[Mapping[str, Any]]) -> tuple[list[Incident], int]:
-    """Returns (incidents, number of omitted older incidents). Consecutive saves are merged, as are skipped steps."""
+    """Returns (newest incidents, number of omitted incidents). Consecutive saves or skipped steps are merged."""
     found = []
     for kind, group in itertools.groupby(events, key=lambda event: event["event"]):
         members = list(group)
@@ -152,7 +152,7 @@ def event_message(event: Mapping[str, Any]) -> str:
 
 
 def rewind_text(event: Mapping[str, Any]) -> str:
-    """Returns the message of a rewind with the target step and skipped batches."""
+    """Returns the message of a rewind, with the target step, the reason and the skipped batches."""
     skips = as_list(event.get("skip_batches"))
     ranges = ", ".join(f"{part[0]} to {part[1] - 1}" for part in skips if is_pair(part))
     to = event.get("to")
@@ -168,7 +168,7 @@ def is_pair(part: Any) -> bool:
 
 
 def alert_text(event: Mapping[str, Any]) -> str:
-    """Returns the message of a health alert: observation, likely causes with evidence, and advice."""
+    """Returns the message of a health alert, with the observation, likely causes and advice."""
     kind = str(event.get("what") or "alert").replace("_", " ")
     if event.get("over"):
         return f"{kind} ended: {event.get('seen') or ''}".rstrip(": ")
@@ -219,13 +219,13 @@ def changes_text(changes: Any) -> str:
 
 
 def facts_text(event: Mapping[str, Any]) -> str:
-    """Returns the other fields of an event as text such as ': name value, ...'."""
+    """Returns the remaining fields of an event as text such as ': name value, ...'."""
     facts = {name: value for name, value in event.items() if name not in ("time", "event", "step")}
     return f": {described(facts)}" if facts else ""
 
 
 def marks(events: Sequence[Mapping[str, Any]]) -> list[Mark]:
-    """Returns the newest MOST_MARKS problems and restarts for the plots, without duplicates at the same step."""
+    """Returns marks for the newest problems and restarts, at most MOST_MARKS, without duplicates in a step."""
     found: dict[tuple[float, str], Mark] = {}
     for event in events:
         kind = "trouble" if event["event"] in MARKED and is_trouble(event) else ""

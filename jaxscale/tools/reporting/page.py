@@ -35,7 +35,7 @@ SERVED = "; connect-src 'self'"  # a page of --serve asks its server if there is
 def make_page(
     histories: Sequence[History], *, price: float | None = None, now: float | None = None, version: str | None = None
 ) -> str:
-    """Returns an HTML page about one or more runs. price: dollars per chip-hour. version: version of a served page."""
+    """Returns an HTML page on one or more runs. price: dollars per chip-hour. version: id of a served page."""
     now = time.time() if now is None else now
     histories = with_unique_names(histories)
     canvas = Canvas(histories, step_axis(histories))
@@ -68,7 +68,7 @@ def make_evals_page(history: History, *, now: float | None = None) -> str:
 def whole_page(
     title: str, head: str, sections: Sequence[Section], end: str, data: Mapping[str, Any] | None, problem_list: str = ""
 ) -> str:
-    """Returns an HTML page. data: data for page.js, or None for a page without a script. problem_list: HTML."""
+    """Returns an HTML page. data: data for page.js, or None for a page without scripts. problem_list: HTML."""
     links = "".join(f'<a href="#{section.id}">{escape(section.title)}</a>' for section in sections)
     body = "".join(f'<section><h2 id="{s.id}">{escape(s.title)}</h2>{s.html}</section>' for s in sections)
     policy = POLICY + (SERVED if data and data.get("version") else "")
@@ -90,7 +90,7 @@ def whole_page(
 
 
 def with_unique_names(histories: Sequence[History]) -> list[History]:
-    """Returns the runs, labelled with their full path if several folders have the same name."""
+    """Returns the runs. If folders have the same name, their runs are labelled with the full path."""
     names = [history.name for history in histories]
     return [
         dataclasses.replace(history, label=history.workdir) if names.count(history.name) > 1 else history
@@ -114,7 +114,7 @@ def problem_list(histories: Sequence[History]) -> str:
 
 
 def run_header(history: History, status: Status) -> str:
-    """Returns the header for one run as HTML: name, state and main metrics."""
+    """Returns the header of a single run as HTML, with its name, state and main metrics."""
     chips = f"{plain(status.chips)} x {status.chip}" if status.chips else ""
     parts = [str(history.part("config", "model").get("name") or ""), chips, history.workdir]
     done = status.step / status.total_steps if status.total_steps else None
@@ -153,7 +153,7 @@ def fine_print(statuses: Sequence[Status]) -> str:
 
 
 def runs_header(histories: Sequence[History], statuses: Sequence[Status]) -> str:
-    """Returns the header for several runs as HTML, with one table row per run."""
+    """Returns the header of several runs as HTML, with one table row per run."""
     has_cost = any(status.cost is not None for status in statuses)
     rows = []
     for place, (history, s) in enumerate(zip(histories, statuses)):
@@ -178,7 +178,7 @@ def differences(histories: Sequence[History]) -> str:
 
 
 def per_run(histories: Sequence[History], make) -> str:
-    """Returns the HTML of `make` for each run, with run names if there are several, folded if there are many."""
+    """Returns the HTML of make() for each run. Several runs have headings, and many runs are collapsed."""
     if len(histories) == 1:
         return make(histories[0])
     named = [(run_name(history, place).html, make(history)) for place, history in enumerate(histories)]

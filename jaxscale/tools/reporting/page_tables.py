@@ -23,14 +23,14 @@ KIND_WORDS = {
 
 
 class Cell(NamedTuple):
-    """HTML of a table cell, and its class: n (number), t (quiet), w (wide) or mono."""
+    """HTML of a table cell. Its class is n (number), t (muted), w (wide) or mono."""
 
     html: str
     kind: str = ""
 
 
 def table(head: Sequence[str | Cell], rows: Iterable[Sequence[str | Cell]], row_kinds: Sequence[str] = ()) -> str:
-    """Returns a table in a scrolling box as HTML. Text is escaped, but a Cell is HTML."""
+    """Returns a scrollable table as HTML. Escapes text, but not a Cell, which is HTML."""
     css_class = lambda kind: f' class="{kind}"' if kind else ""
     as_cells = lambda row: [cell if isinstance(cell, Cell) else Cell(escape(cell)) for cell in row]
     body = list(map(as_cells, rows))
@@ -72,7 +72,7 @@ def run_name(history: History, place: int) -> Cell:
 
 
 def goodput_table(histories: Sequence[History]) -> str:
-    """Returns a table of the wall time by activity, or for several runs the fractions with one row per run."""
+    """Returns a table of the wall time by activity. For several runs, the table has one row of fractions per run."""
     ledgers = [(place, measure_goodput(history.rows, history.events)) for place, history in enumerate(histories)]
     known = [(place, found) for place, found in ledgers if found.fraction is not None]
     if len(histories) > 1:
@@ -127,7 +127,7 @@ def incident_table(history: History) -> str:
 
 
 def change_table(history: History) -> str:
-    """Returns a table of the settings that changed during the run, with the effect of each change."""
+    """Returns a table of settings that changed during the run, and the effect of each change."""
     written = history.config.get("changed", history.config.get("allowed_changes"))  # old name until 2026-11-22
     changes = [change for change in as_list(written) if isinstance(change, dict)]
     rows = []
@@ -141,7 +141,7 @@ def change_table(history: History) -> str:
 
 
 def difference_table(histories: Sequence[History]) -> str:
-    """Returns a table of settings, machines and versions that differ, with one column per run (or row, if many)."""
+    """Returns a table of settings, machines and versions that differ. Runs are columns, or rows if there are many."""
     known = [(run_name(history, place), made_with(history)) for place, history in enumerate(histories)]
     known = [(name, facts) for name, facts in known if facts]  # the header reports a missing config.json
     names = list(dict.fromkeys(name for _, facts in known for name in facts))
@@ -156,7 +156,7 @@ def difference_table(histories: Sequence[History]) -> str:
 
 
 def made_with(history: History) -> dict[str, Any]:
-    """Returns {name: value} of settings, devices, git commit and versions, or {} without config.json."""
+    """Returns {name: value} for settings, devices, git commit and versions, or {} if config.json is missing."""
     config, devices, settings = history.config, history.part("devices"), history.part("config")
     found = schema.flatten(settings) if settings else {}
     if devices.get("kind"):

@@ -27,7 +27,7 @@ def json_block(value: Any) -> str:
 
 
 def plain(value: float | None) -> str:
-    """Returns text with at most four significant digits, such as '2.314', '3e-05' or '-4.5M', or 'n/a' for None."""
+    """Returns text with up to four significant digits, such as '2.314', '3e-05' or '-4.5M', or 'n/a' for None."""
     if value is None:
         return NONE
     size = abs(value)
@@ -62,7 +62,7 @@ size, count, money, duration = map(or_none, (units.size, units.count, units.doll
 
 
 def tick_texts(values: Sequence[float], numbers: str) -> list[str]:
-    """Returns the texts of ticks, with 0 without a unit, exact sizes, and all small numbers in one notation."""
+    """Returns the labels of ticks. 0 has no unit, sizes are exact, and small numbers all use powers of ten."""
     others = [abs(value) for value in values if value]
     small = numbers == "plain" and bool(others) and min(others) < 1e-4 and max(others) < 1e-2
     # exact sizes such as '1.25 GiB' and '512 MiB'

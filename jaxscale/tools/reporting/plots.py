@@ -30,7 +30,7 @@ MAX_CATEGORY_COLUMNS = 512  # columns of other heat maps, about two pixels each 
 
 
 class PlotLine(NamedTuple):
-    """A series. style: line, faint, dash, dots, gone (abandoned, grey) or limit (thin). color: class in page.css."""
+    """A series. style: line, faint, dash, dots, gone (grey, abandoned steps) or limit (thin). color: a CSS class."""
 
     label: str
     steps: Sequence[float]
@@ -78,13 +78,13 @@ class Plot:
 
     @property
     def drawn(self) -> list[PlotLine]:
-        """The lines with points. A single point is drawn as a dot, since it is invisible as a line."""
+        """The lines that have points. A line with a single point is drawn as a dot, so that it is visible."""
         lone = lambda line: len(line.steps) == 1 and line.style in ("line", "dash", "faint")
         return [line._replace(style="dots") if lone(line) else line for line in self.lines if line.steps]
 
 
 class HeatMap(NamedTuple):
-    """Data of a heat map. rows: {name: values at the steps}, starting at the bottom."""
+    """Data of a heat map. rows: {name: values at the steps}, from bottom to top."""
 
     title: str
     unit: str
@@ -97,7 +97,7 @@ class HeatMap(NamedTuple):
 
 
 def color_of(place: int) -> str:
-    """Returns the CSS class of a line's color, with a dash pattern from the ninth line on."""
+    """Returns the CSS class for the color of a line. From the ninth line on, lines are dashed."""
     turn = place // COLORS % DASHES
     return f"c{place % COLORS}" + (f" k{turn}" if turn else "")
 
@@ -110,7 +110,7 @@ def with_points(lines: Sequence[PlotLine]) -> list[PlotLine]:
 
 def draw(plot: Plot, across: Axis, number: int, below: str = STEPS) -> tuple[str, dict[str, Any]]:
     """Returns (figure as HTML, data for the script). number: index of the figure on the page.
-    below: name of the horizontal axis, if it is not steps. Such a plot has no zoom."""
+    below: name of the horizontal axis if it is not steps; such a plot cannot be zoomed."""
     across = across._replace(high=max(across.high, plot.until or 0.0))
     seen = [value for line in plot.drawn if line.style != "gone" for value in values_for_axis(plot, line, across)]
     late = lambda values: values[len(values) // 20 :]
@@ -166,7 +166,7 @@ class FigureParts(NamedTuple):
 
 
 def left_label(top: float, text: str) -> str:
-    """Returns a label at the left of the drawing. top: relative position, 0 at the upper end and 1 at the lower end."""
+    """Returns a label to the left of the drawing. top: relative position, 0 at the top and 1 at the bottom."""
     return f'<span class="ty" style="top:{100 * top:.2f}%">{escape(text)}</span>'
 
 
@@ -183,7 +183,7 @@ def x_of(step: float, across: Axis) -> str:
 
 
 def y_of(value: float, up: Axis) -> str:
-    """Returns the vertical coordinate of a value as text, with 0 at the top."""
+    """Returns the vertical coordinate of a value as text. The top is 0."""
     return short(HEIGHT * (1 - up.place(value)))
 
 
@@ -193,7 +193,7 @@ def short(number: float) -> str:
 
 
 def line_path(line: PlotLine, across: Axis, up: Axis) -> str:
-    """Returns the SVG path of a line, or of dots (strokes of length 0 with round ends)."""
+    """Returns the SVG path of a line or of dots. Dots are strokes of length 0 with round ends."""
     points = thin_columns(line.steps, line.values, COLUMNS)
     if line.style == "dots" or len(points) == 1:
         return "".join(f"M{x_of(x, across)} {y_of(y, up)}h0" for x, y in points)
@@ -208,7 +208,7 @@ def band_path(band: PlotBand, across: Axis, up: Axis) -> str:
 
 
 def x_labels(across: Axis, name: str) -> str:
-    """Returns the name and tick labels of the horizontal axis. The last label is to the left of its tick."""
+    """Returns the name and tick labels of the horizontal axis. The last label is left of its tick."""
     ticks = [at for at in across.ticks(5) if at == int(at) or name != STEPS]
     texts = [f"{at:,.0f}" for at in ticks] if name == STEPS else tick_texts(ticks, "plain")
     return f'<span class="xn">{escape(name)}</span>' + "".join(
@@ -218,7 +218,7 @@ def x_labels(across: Axis, name: str) -> str:
 
 
 def legend(plot: Plot) -> str:
-    """Returns the legend, or '' for a single line. Includes grey lines and marks if plot.explained."""
+    """Returns the legend, or '' for a single line. With plot.explained, includes abandoned steps and marks."""
     styles: dict[tuple[str, str], list[str]] = {}
     for line in sorted(plot.drawn, key=lambda line: line.style == "gone"):  # abandoned lines are last
         if line.style != "gone" or plot.explained:
@@ -256,7 +256,7 @@ def summary(plot: Plot, below: str = STEPS) -> str:
 
 
 def script_data(plot: Plot, across: Axis, up: Axis) -> dict[str, Any]:
-    """Returns the plot's points for the script, in the order of the SVG paths."""
+    """Returns the data of a plot for the script. Lines are in the order of the SVG paths."""
     rounded = lambda value: float(f"{value:.5g}")  # halves the size of the JSON
     thinned = [(line, thin_columns(line.steps, line.values, SCRIPT_COLUMNS)) for line in plot.drawn]
     return {
@@ -281,8 +281,8 @@ def script_data(plot: Plot, across: Axis, up: Axis) -> dict[str, Any]:
 def draw_heat(heat: HeatMap, across: Axis, number: int) -> tuple[str, dict[str, Any]]:
     """Returns (figure as HTML, data for the script).
 
-    Colors are logarithmic between the lowest and the highest positive value. If a column contains several steps, it
-    shows the value that is farthest from the row's median, so that outliers at single steps are visible.
+    Colors are logarithmic, from the lowest to the highest positive value. If a column contains several steps, it shows
+    the value that differs most from the row's median, so that outliers in single steps are visible.
     """
     column_steps, cells = columns_of(heat.steps, heat.rows, MAX_CATEGORY_COLUMNS if heat.across else MOST_COLUMNS)
     positive = [value for row in cells.values() for value in row if value is not None and value > LEAST]
@@ -314,7 +314,7 @@ def draw_heat(heat: HeatMap, across: Axis, number: int) -> tuple[str, dict[str, 
 def columns_of(
     steps: Sequence[int], rows: Mapping[str, Sequence[float | None]], most: int = MOST_COLUMNS
 ) -> tuple[list[int], dict[str, list[float | None]]]:
-    """Returns (first step of each column, {row: column values}) with at most `most` columns."""
+    """Returns (first step of each column, {row: values of the columns}). There are at most `most` columns."""
     stride = max(1, math.ceil(len(steps) / most))
     starts = range(0, len(steps), stride)
     cells: dict[str, list[float | None]] = {}
@@ -346,7 +346,7 @@ def edges_of(steps: Sequence[int], across: Axis) -> list[float]:
 def color_paths(
     rows: Sequence[Sequence[float | None]], edges: Sequence[float], scale: tuple[float, float], has_empty: bool
 ) -> dict[str, list[str]]:
-    """Returns {color: rectangles}, with equal neighbours in a row merged. has_empty: True if 0 has a separate color."""
+    """Returns {color: rectangles}, merging neighbours of equal color in a row. has_empty: 0 has its own color."""
     low, high = scale
 
     def color_of(value: float | None) -> str | None:

@@ -84,7 +84,7 @@ def plot_sections(canvas: Canvas) -> list[Section]:
 
 
 def loss(canvas: Canvas) -> str:
-    """Returns training and validation loss with the forecast, in one plot for one run, or two for several runs."""
+    """Returns training loss, validation loss and forecast, in one plot for one run or in two for several runs."""
     train, validation, bands = [], [], []
     for place, history in enumerate(canvas.histories):
         name = "train" if canvas.single else ""
@@ -110,13 +110,13 @@ def loss(canvas: Canvas) -> str:
 
 
 def not_finite(canvas: Canvas, name: str) -> str:
-    """Returns a note about values that are not shown because they are not finite, or ''."""
+    """Returns a note on the number of non-finite values that the plot omits, or '' if there are none."""
     count = sum(name in row.get("nonfinite", ()) for h in canvas.histories for row in h.rows)
     return f"{units.plural(count, 'non-finite value')} not shown." if count else ""
 
 
 def forecast_of(history: History, single: bool) -> list[PlotBand]:
-    """Returns the forecast as a band over steps. On a page of several runs, the label includes the run name."""
+    """Returns the forecast as a band over steps. If the page has several runs, its label names the run."""
     each = tokens_per_step(history)
     if history.forecast is None or not each:
         return []
@@ -137,7 +137,7 @@ def sources(canvas: Canvas) -> str:
 
 
 def by_name(canvas: Canvas, title: str, unit: str, names: list[str], prefix: str) -> str:
-    """Returns one plot with a line per metric, or for several runs one plot per metric."""
+    """Returns one plot with a line per metric. For several runs, returns one plot per metric."""
     label = lambda name: name.removeprefix(prefix).rpartition("/")[0] or "all"
     plot = functools.partial(canvas.plot, unit=unit, focused=True)
     if not canvas.single:
@@ -155,14 +155,14 @@ def by_name(canvas: Canvas, title: str, unit: str, names: list[str], prefix: str
 
 
 def position_metrics(histories: Sequence[History]) -> dict[str, str]:
-    """Returns {range of context tokens such as '513 to 1,024': metric} in ascending order."""
+    """Returns {range of context lengths, such as '513 to 1,024': metric} in increasing order."""
     names = dict.fromkeys(name for history in histories for name in history.names())
     found = sorted((int(match[1]), int(match[2]), name) for name in names if (match := POSITIONS.fullmatch(name)))
     return {f"{first:,}" if first == last else f"{first:,} to {last:,}": name for first, last, name in found}
 
 
 def positions_section(canvas: Canvas) -> str:
-    """Returns a plot of one run's longest ranges, and a table of all ranges and runs, or '' without data."""
+    """Returns the losses by context length: a plot if there is one run, and a table; '' without data."""
     metrics = position_metrics(canvas.histories)
     if not metrics:
         return ""
@@ -176,7 +176,7 @@ def positions_section(canvas: Canvas) -> str:
 
 
 def positions_table(histories: Sequence[History], metrics: Mapping[str, str]) -> str:
-    """Returns a table with one row per range: the first and newest loss of one run, or the newest of each run."""
+    """Returns a table with one row per context length: first and newest loss of a run, or newest losses of all runs."""
     is_single, rows = len(histories) == 1, []
     for words, name in metrics.items():
         values = histories[0].series(name)[1] if is_single else [history.latest(name) for history in histories]
@@ -186,7 +186,7 @@ def positions_table(histories: Sequence[History], metrics: Mapping[str, str]) ->
 
 
 def optimizer(canvas: Canvas) -> str:
-    """Returns plots of gradient norm (skipped steps as dots), learning rate and loss scale."""
+    """Returns plots of the gradient norm (dots are skipped steps), learning rate and loss scale."""
     lines = []
     for place, history in enumerate(canvas.histories):
         lines += canvas.lines_of(history, place, "grad_norm", "gradient norm" if canvas.single else "")
@@ -204,7 +204,7 @@ def optimizer(canvas: Canvas) -> str:
 
 
 def speed(canvas: Canvas) -> str:
-    """Returns plots of tokens per second, MFU, step time, data wait, and the CPU use of other programs if large."""
+    """Returns plots of tokens/s, MFU, step time and data wait, and of the CPU use of other programs if it is high."""
     rate = canvas.lines("tokens_per_second", smoothed=True)
     mfu = canvas.metric("mfu", "MFU", "MFU", unit="of the chips' peak", numbers="percent", zero=True)
     drawn = [
@@ -244,7 +244,7 @@ def memory(canvas: Canvas) -> str:
 
 
 def goodput(canvas: Canvas) -> str:
-    """Returns a plot of goodput and tables of time by activity and supervised starts."""
+    """Returns a plot of goodput, a table of time by activity, and a table of the starts by jaxscale supervise."""
     drawn = canvas.metric("goodput/fraction", "Goodput", unit="of each start", numbers="percent", zero=True)
     times, starts = goodput_table(canvas.histories), supervised_table(canvas.histories)
     if not (drawn or times or starts):
@@ -277,7 +277,7 @@ def layers(canvas: Canvas) -> str:
 
 
 def statistic(canvas: Canvas, history: History, title: str, unit: str, prefix: str, names: list[str]) -> str:
-    """Returns one statistic of all layers or groups, as a heat map if there are many, else as lines."""
+    """Returns one statistic of all layers or groups: as lines, or if there are many, as a heat map."""
     label = lambda name: f"layer {int(end)}" if (end := name.removeprefix(prefix)).isdecimal() else end  # such as '03'
     names = sorted(names, key=lambda name: (not label(name).startswith("layer "), label(name).rjust(12), label(name)))
     if len(names) >= HEAT_FROM:
@@ -289,7 +289,7 @@ def statistic(canvas: Canvas, history: History, title: str, unit: str, prefix: s
 
 
 def experts_section(canvas: Canvas) -> str:
-    """Returns plots of expert metrics, for few runs also by layer and expert, or '' for runs without experts."""
+    """Returns plots of expert metrics, or '' without experts. For few runs, also plots loads by layer and expert."""
     step_plots = [expert_plot(canvas, *metric) for metric in EXPERT_METRICS]
     counted = [(history, history.experts) for history in canvas.histories if history.experts is not None]
     if not counted:
@@ -304,7 +304,7 @@ def experts_section(canvas: Canvas) -> str:
 
 
 def expert_plot(canvas: Canvas, title: str, unit: str, metrics: tuple[tuple[str, str], ...]) -> str:
-    """Returns a plot with a line per metric, or for several runs a line per run of the first metric."""
+    """Returns a plot with one line per metric. For several runs, plots only the first metric of each run."""
     if not canvas.single:
         return canvas.metric(f"train/{metrics[0][0]}", title, unit=unit)
     history: History = canvas.histories[0]
@@ -313,7 +313,7 @@ def expert_plot(canvas: Canvas, title: str, unit: str, metrics: tuple[tuple[str,
 
 
 def by_layer(canvas: Canvas, counts: ExpertCounts) -> str:
-    """Returns a plot of the load of each layer's busiest expert, over windows of steps."""
+    """Returns a plot of the load of the busiest expert in each layer, over windows of steps."""
     steps = [window.step for window in counts.windows]
     rows = {f"layer {layer}": [w.busiest[i] for w in counts.windows] for i, layer in enumerate(counts.layers)}
     title = "Busiest expert by layer"
@@ -327,7 +327,7 @@ def by_layer(canvas: Canvas, counts: ExpertCounts) -> str:
 
 
 def by_expert(counts: ExpertCounts) -> HeatMap:
-    """Returns the load of each expert of each layer in the newest window."""
+    """Returns a heat map of the load of each expert and layer in the newest window of steps."""
     mean = lambda layer_counts: sum(layer_counts) / len(layer_counts) or 1.0
     rows = {
         f"layer {layer}": [count / mean(layer_counts) for count in layer_counts]

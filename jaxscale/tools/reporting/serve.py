@@ -29,7 +29,7 @@ class Pages:
         self.checked_at, self.current, self.made, self.content = float("-inf"), "", "", ""
 
     def version(self) -> str:
-        """Returns an id of the files' current state, which also changes after a long time without changes."""
+        """Returns an id that changes when a file changes, and at increasing intervals when no file changes."""
         with self.lock:
             now = self.clock()
             if now - self.checked_at >= CHECK_SECONDS:
@@ -52,7 +52,7 @@ class Pages:
 
 
 def sizes_and_times(folder: Any) -> list[tuple[int, float] | None]:
-    """Returns (bytes, modification time) of each file of a work folder that the page reads, or None if missing."""
+    """Returns (bytes, modification time), or None if missing, for each file of a work folder that the page reads."""
     files, found = [folder / name for name in (*RUN_FILES, *OPTIONAL_FILES)], []
     with contextlib.suppress(OSError):  # the page reports unreadable folders
         files += sorted(folder.glob(LEDGERS))
@@ -71,7 +71,7 @@ class ReportServer(LocalServer):
 
 
 class ReportHandler(LocalHandler):
-    """Request handler: GET / returns the page, and GET /version returns its current version."""
+    """Request handler. GET / returns the page, and GET /version returns the version of the page."""
 
     server: ReportServer
     policy = f"{POLICY}{SERVED}"

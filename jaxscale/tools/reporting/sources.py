@@ -20,7 +20,7 @@ Stage = tuple[float, dict[str, float]]  # (first sequence in the stream, weights
 
 
 def data_table(histories: Sequence[History]) -> str:
-    """Returns the data settings and the table of sources for each run as HTML."""
+    """Returns the data settings and the table of sources as HTML, for each run."""
     parts = []
     for place, history in enumerate(histories):
         heading = f"<h3>{run_name(history, place).html}</h3>" if len(histories) > 1 else ""
@@ -55,7 +55,7 @@ def data_words(history: History) -> str:
 
 
 def source_table(history: History) -> str:
-    """Returns a table with one row per source: planned and seen tokens, epochs and losses."""
+    """Returns a table with one row per source: planned tokens, tokens seen, epochs and losses."""
     data = history.part("config", "data")
     planned = stages_of(data.get("mixture"))
     caps = as_dict(data.get("max_epochs"))
@@ -87,7 +87,7 @@ def source_table(history: History) -> str:
 
 
 def rows_by_source(history: History) -> dict[str, float]:
-    """Returns {source: sequences trained on}, within one per stage and skipped range, or {} if unknown."""
+    """Returns {source: sequences trained on}, or {} if unknown. The error is at most 1 per stage and skipped range."""
     stages = recorded_stages(history)
     newest = history.latest("batch_index")
     batches = history.batches
@@ -109,7 +109,7 @@ def rows_by_source(history: History) -> dict[str, float]:
 
 
 def recorded_stages(history: History) -> list[Stage]:
-    """Returns the stages of the mixture in config.json, or for an older run the single stage of its settings."""
+    """Returns the stages of the mixture in config.json. Older runs have only the stage in their settings."""
     parts = as_list(history.part("mixture").get("stages"))
     pairs = [(part[0], weights_of(part[1])) for part in parts if isinstance(part, list) and len(part) == 2]
     stages = [(float(first), weights) for first, weights in pairs if is_number(first) and weights]

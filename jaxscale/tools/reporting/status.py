@@ -59,7 +59,7 @@ class Status:
 
 
 def status_of(history: History, now: float, price: float | None = None) -> Status:
-    """Returns the status at time `now` (Unix seconds). price: dollars per chip-hour, by default from the chip table."""
+    """Returns the status at Unix time `now`. price: dollars per chip-hour; the default is the list price."""
     total = history.part("budget").get("total_steps")
     total = total if is_number(total) else None
     state = state_of(history, now, total)
@@ -99,7 +99,7 @@ def status_of(history: History, now: float, price: float | None = None) -> Statu
 
 
 def state_of(history: History, now: float, total: float | None) -> State:
-    """Returns the state, derived from the last start or end and the age of the files."""
+    """Returns the state of a run, from its last start or stop event and the age of its files."""
     last = next((event for event in reversed(history.events) if event["event"] in (*BEGINS, "stopped")), None)
     if last is not None and last["event"] == "stopped":
         code = last.get("code")
@@ -125,7 +125,7 @@ def state_of(history: History, now: float, total: float | None) -> State:
 
 
 def step_time(rows: Sequence[Row]) -> float | None:
-    """Returns the total time of all steps from the logged step times, or None if there are none."""
+    """Returns the total time of all steps in seconds, or None if no step times were logged."""
     total, before, known = 0.0, 0, False
     for row in rows:
         if "loss" in row:
@@ -137,7 +137,7 @@ def step_time(rows: Sequence[Row]) -> float | None:
 
 
 def left_seconds(history: History, total: float | None) -> float | None:
-    """Returns the time to the last step at the recent speed, or None if unknown."""
+    """Returns the expected time to the last step at the recent speed, or None if it is unknown."""
     pace, each = wall_pace(history.rows) or None, recent(history.rows, "step_seconds")
     if pace is None and each is not None:  # step time, scaled for the time of evaluations so far
         spent = step_time(history.rows) or 0.0
@@ -152,7 +152,7 @@ def left_seconds(history: History, total: float | None) -> float | None:
 
 
 def wall_pace(rows: Sequence[Row]) -> float | None:
-    """Returns the recent wall time per step of this start, including saves and validation, or None if not logged."""
+    """Returns the recent wall time per step, including saves and validation, or None if it was not logged."""
     wall = f"{PREFIX}wall_seconds"
     reports = [row for row in rows[-2 * PACE :] if "loss" in row and is_number(row.get(wall))][-PACE:]
     first = len(reports) - 1
@@ -163,13 +163,13 @@ def wall_pace(rows: Sequence[Row]) -> float | None:
 
 
 def recent(rows: Sequence[Row], name: str) -> float | None:
-    """Returns the median of a metric's last values, or None if there are none."""
+    """Returns the median of the newest values of a metric, or None if there are none."""
     found = [row[name] for row in itertools.islice((r for r in reversed(rows) if is_number(r.get(name))), RECENT)]
     return statistics.median(found) if found else None
 
 
 def patience_seconds(records: Sequence[Mapping[str, Any]], began_at: int) -> float:
-    """Returns the time without reports after which a run is silent. began_at: step at which the last start began."""
+    """Returns the time without logs after which a run is silent. began_at: step of the last start."""
     reports = [record for record in records if "loss" in record and (record.get("step") or 0) > began_at][-RECENT:]
     if not reports:
         return STARTING_SECONDS
@@ -180,7 +180,7 @@ def patience_seconds(records: Sequence[Mapping[str, Any]], began_at: int) -> flo
 
 
 def cost_fact(status: Status) -> tuple[str, str, str]:
-    """Returns (name, amount, details) of the cost. The amount is 'no price' if the price is unknown."""
+    """Returns (name, amount, details) of the cost. If the price is unknown, the amount is 'no price'."""
     name = "cost so far"
     if status.price is None:
         return (name, "no price", f"known for {status.chip}") if status.chip else (name, NONE, "")
@@ -189,7 +189,7 @@ def cost_fact(status: Status) -> tuple[str, str, str]:
 
 
 def price_words(statuses: Sequence[Status]) -> str:
-    """Returns a sentence about the prices, or '' if the chips are unknown."""
+    """Returns a sentence on the prices, or '' if the chips are unknown."""
     lines = []
     for chip, price in dict.fromkeys((status.chip, status.price) for status in statuses if status.chip):
         if price is None:

@@ -52,7 +52,7 @@ def test_stages_judge_the_text_of_ids_and_an_edited_text_is_encoded_again(tmp_pa
 def test_ids_need_their_tokenizer_and_have_no_labels(tmp_path):
     path = write_ids(tmp_path / "raw" / "a.parquet", [[1, 2, 3]])
     trained = schema.to_dict(recipe(path)) | {"tokenizer": {"name": "train"}}
-    with pytest.raises(BadInput, match="a.parquet has token ids; set tokenizer.name to the tokenizer of these ids"):
+    with pytest.raises(BadInput, match="token ids, not text to train on; set tokenizer.name to their tokenizer"):
         make_plan(schema.from_dict(type(recipe(path)), trained))
     beyond = write_ids(tmp_path / "raw" / "b.parquet", [[1, 2], [3, 300]])
     with pytest.raises(BadInput, match="b.parquet row 1 has the token id 300, but tokenizer.name=bytes has ids from 0"):

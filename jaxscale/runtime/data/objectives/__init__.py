@@ -31,7 +31,7 @@ from jaxscale.runtime.data.stacking import (
 def apply_objective(
     cfg: ObjectiveConfig, ids: SpecialIds, batch: Batch, n: int, row_indices: Sequence[int], seed: int
 ) -> Batch:
-    """Applies the objective to packed rows. row_indices: indices in batch n of the rows in `batch`."""
+    """Applies the objective to packed rows. row_indices: index in batch n of each row of `batch`."""
     return apply_with_origin(cfg, ids, batch, n, row_indices, seed)[0]
 
 
@@ -55,10 +55,10 @@ def apply_with_origin(
 
 
 def prefix_row(row: Batch, seed: int, n: int, number: int) -> Batch:
-    """Returns a row of [T] with prefixes, and with weights of 0 for targets in the prefix of their document.
+    """Returns a row of [T] with a prefix in each document. Targets in a prefix have weight 0.
 
-    Prefix LM of arXiv:1910.10683, section 3.2.1: bidirectional attention over the prefix of each document, loss on the
-    rest. The prefix length is uniformly distributed, with at least one token before and after the boundary.
+    Prefix LM (arXiv:1910.10683, section 3.2.1): attention is bidirectional in the prefix of each document, and the loss
+    covers the rest. The prefix length is sampled uniformly, with at least one token before and after the boundary.
     """
     starts, lengths = find_documents(row.segment_ids)
     words = random_words(seed, n, number, len(lengths))
@@ -74,8 +74,8 @@ def prefix_row(row: Batch, seed: int, n: int, number: int) -> Batch:
 def masked_row(cfg: MaskedLmConfig, ids: SpecialIds, row: Batch, seed: int, n: int, number: int) -> Batch:
     """Returns a row of [T] with masked tokens. Targets are the original tokens, with weight 1 at selected positions.
 
-    Masked language modelling (BERT, arXiv:1810.04805, section 3.1). Selects exactly round(rate * number of ordinary
-    tokens) positions, at least one, and never special tokens. Attention does not cross documents.
+    Masked language modelling (BERT, arXiv:1810.04805, section 3.1). Selects max(1, round(rate * number of ordinary
+    tokens)) positions, and never selects special tokens. Attention does not cross documents.
     """
     T = len(row.tokens)
     words = random_words(seed, n, number, 3 * T).reshape(3, T)

@@ -33,12 +33,12 @@ from jaxscale.runtime.data.stacking import aranges, find_documents, padding_row,
 def split_noise(lengths: np.ndarray, rows: np.ndarray, budgets: np.ndarray, words: np.ndarray) -> tuple:
     """Divides the noise of each row among its documents; returns (noise tokens int64[D], spans int64[D]).
 
-    lengths, rows: length and row of each document, sorted by row. budgets: int64[3, R] with the noise tokens, the spans
-    for a row with a single document, and the capacity for spans plus documents, at least twice the number of documents.
-    words: random uint64[R, 2].
+    lengths, rows: length and row of each document, sorted by row. budgets: int64[3, R] with three limits for each row:
+    the noise tokens, the spans if the row were a single document, and the sum of spans and documents, which is at least
+    twice the number of documents. words: random uint64[R, 2].
 
-    The noise is proportional to the document lengths. Each document after the first needs end tokens of its inputs and
-    targets. If there is no space for these, the document has one span less.
+    The noise is proportional to the document lengths. Each document after the first adds end tokens to the inputs and
+    targets. If there is no space for end tokens, the row has fewer spans.
     """
     (noise, spans, most_marks), R = budgets, budgets.shape[1]
     in_row = lambda values: np.bincount(rows, values, R).astype(np.int64)
@@ -64,7 +64,7 @@ class TokenNoise(NamedTuple):
 def make_noise(
     lengths: np.ndarray, noise: np.ndarray, spans: np.ndarray, noise_words: np.ndarray, gap_words: np.ndarray
 ) -> TokenNoise:
-    """Samples span positions. noise, spans: int64[D]. noise_words, gap_words: uint64 per noise token or other token."""
+    """Samples span positions. noise, spans: int64[D]. noise_words, gap_words: random uint64 per noise and gap token."""
     pairs = np.maximum(spans, 1)  # a document without noise is a single gap
     spans_P = np.zeros(int(pairs.sum()), np.int64)
     spans_P[np.repeat(spans > 0, pairs)] = random_compositions(noise, spans, noise_words)
@@ -75,7 +75,7 @@ def make_noise(
 
 
 def systematic_shares(totals: np.ndarray, sizes: np.ndarray, rows: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """Returns int64[D], totals divided in proportion to the sizes, by systematic sampling. words: random uint64[R]."""
+    """Returns int64[D], each row's total divided among its documents in proportion to size. words: random uint64[R]."""
     row_sizes = np.maximum(np.bincount(rows, sizes, len(totals)).astype(np.int64), 1)
     offsets = (words % row_sizes.astype(np.uint64)).astype(np.int64)
     first = np.diff(rows, prepend=-1) > 0
@@ -88,7 +88,7 @@ def systematic_shares(totals: np.ndarray, sizes: np.ndarray, rows: np.ndarray, w
 def adjust_to_totals(
     counts: np.ndarray, least: np.ndarray, most: np.ndarray, totals: np.ndarray, rows: np.ndarray
 ) -> np.ndarray:
-    """Clips counts to [least, most], and changes the counts with the most slack until they sum to the row's total."""
+    """Clips counts to [least, most], then adjusts the counts with the most slack so that each row sums to its total."""
     counts = np.clip(counts, least, most)
     missing = totals - np.bincount(rows, counts, len(totals)).astype(np.int64)
     for row in np.flatnonzero(missing):
@@ -103,10 +103,10 @@ def adjust_to_totals(
 
 
 def random_compositions(lengths: np.ndarray, parts: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """Returns int64[sum of parts], a uniform random composition of each length into `parts` positive numbers.
+    """Returns int64[sum of parts], a uniformly random composition of each length into `parts` positive numbers.
 
-    A part begins at the first token of each document, and at the tokens with the smallest words. words: random
-    uint64[sum of lengths].
+    Parts begin at the first token of each document and at the tokens with the smallest words. words: random
+    uint64[sum of lengths], one word per token.
     """
     total = int(lengths.sum())
     document, place = np.repeat(np.arange(len(lengths)), lengths), aranges(lengths)
@@ -128,7 +128,7 @@ class TokenStream(NamedTuple):
 
 
 class NoisyDocuments(NamedTuple):
-    """The D documents of all rows after joining short documents, with their noise."""
+    """The D documents of all rows with their noise, after short documents were joined."""
 
     lengths: np.ndarray  # int64[D]
     rows: np.ndarray  # int64[D]: row of each document
@@ -153,7 +153,7 @@ def corrupt_rows(
 
 
 class NoisyRow(NamedTuple):
-    """The documents of a row after joining short documents, and the amount of noise."""
+    """The documents of a row, after short documents were joined, and the amount of noise."""
 
     lengths: np.ndarray  # int64[documents]
     denoiser: Denoiser
@@ -203,7 +203,7 @@ def plan_noise(
 
 
 def join_shortest(lengths: np.ndarray, most: int) -> np.ndarray:
-    """Joins the shortest documents, except the first, to the preceding document until at most `most` remain."""
+    """Joins each of the shortest documents to its preceding document, so that at most `most` remain."""
     if len(lengths) <= most:
         return lengths
     longest = np.argsort(-lengths[1:], kind="stable")[: most - 1] + 1
@@ -227,7 +227,7 @@ def split_streams(ids: SpecialIds, tokens_L: np.ndarray, noisy: NoisyDocuments) 
 
 
 def interleave(document: np.ndarray, *columns: tuple[np.ndarray, np.ndarray]) -> TokenStream:
-    """Interleaves (ids, mask) columns token by token, and removes ids with a False mask."""
+    """Interleaves (ids, mask) columns token by token, and removes ids whose mask is False."""
     selected = np.flatnonzero(np.stack([keep for _, keep in columns], axis=1))
     ids = np.stack([column for column, _ in columns], axis=1).ravel()[selected]
     origin = selected // len(columns)

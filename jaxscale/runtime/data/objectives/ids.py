@@ -38,7 +38,7 @@ class SpecialIds:
 def find_ids(
     cfg: ObjectiveConfig, tokenizer: Any | None, token_bytes: np.ndarray | None, vocab_size: int, seq_len: int
 ) -> SpecialIds:
-    """Returns the special ids of the objective. Raises BadInput for unknown or too large ids, and ids used by text."""
+    """Returns the special ids of the objective. Raises BadInput for ids that are missing, too large or used by text."""
     known = (tokenizer, token_bytes, vocab_size)
     marks = ObjectiveTokens() if tokenizer is None else tokenizer.marks
     if isinstance(cfg, MaskedLmConfig):
@@ -52,7 +52,7 @@ def find_ids(
     sentinels = find_sentinels(cfg, marks, tokenizer, vocab_size, seq_len)
     given, needed = getattr(cfg, "mode_ids", {}), sorted({denoiser.mode for denoiser in denoisers(cfg)} - {""})
     if missing := [mode for mode in needed if mode not in given]:
-        raise BadInput(f"data.objective.mode_ids has no id for the modes {', '.join(missing)}; add one for each")
+        raise BadInput(f"data.objective.mode_ids has no id for the modes {', '.join(missing)}; add an id for each mode")
     check_in_vocabulary("mode_ids", list(given.values()), vocab_size)
     modes = {mode: given[mode] for mode in needed}
     check_distinct({"first_sentinel_id": sentinels, "mode_ids": [*modes.values()], "end_id": [end_id]}, token_bytes)
@@ -72,15 +72,15 @@ def find_sentinels(
         sentinels = [int(id) for id in marks.sentinel_ids]
     if not sentinels:
         raise BadInput(
-            f"data.objective.first_sentinel_id must be given ({missing_id_reason(tokenizer)}): the first of "
-            f"data.objective.num_sentinels ids that text does not use, below model.vocab_size={vocab_size}"
+            f"data.objective.first_sentinel_id must be given ({missing_id_reason(tokenizer)}); reserve "
+            f"num_sentinels ids below model.vocab_size={vocab_size} that text does not use, and set the first"
         )
     check_in_vocabulary("first_sentinel_id", sentinels, vocab_size)
     needed = max(noise_amount(seq_len, d.noise_density, d.mean_span).spans for d in denoisers(cfg))
     if needed > len(sentinels):
         raise BadInput(
-            f"seq_len={seq_len} has up to {needed} spans, but there are {len(sentinels)} sentinels; reduce "
-            "seq_len, raise data.objective.mean_span, or set first_sentinel_id and num_sentinels"
+            f"seq_len={seq_len} needs {needed} sentinels, but there are only {len(sentinels)}; reduce "
+            "seq_len, raise data.objective.mean_span, or set data.objective.first_sentinel_id and num_sentinels"
         )
     return sentinels
 
@@ -88,7 +88,7 @@ def find_sentinels(
 def find_special(
     named: Sequence[int], tokenizer: Any | None, token_bytes: np.ndarray | None, vocab_size: int
 ) -> np.ndarray:
-    """Returns bool[vocab_size], True for `named` ids, the end token, and, if token_bytes is known, ids without text."""
+    """Returns bool[vocab_size], True for `named` ids, the end token and, given token_bytes, all ids without text."""
     is_special = np.zeros(vocab_size, bool)
     if token_bytes is not None:
         is_special[:] = True  # ids beyond the tokenizer's vocabulary have no text
@@ -107,19 +107,19 @@ class TokenizerIds(NamedTuple):
 
 
 def synthetic_ids(vocab_size: int) -> TokenizerIds:
-    """Returns special ids for random tokens, from the end of the vocabulary. Half of the vocabulary are sentinels."""
+    """Returns special ids for random tokens. Most ids in the upper half of the vocabulary are sentinels."""
     last = vocab_size - 1
     sentinels = tuple(range(max(last - 2, 0), vocab_size // 2, -1))
     return TokenizerIds("synthetic", last, ObjectiveTokens(mask_id=max(last - 1, 0), sentinel_ids=sentinels))
 
 
 def known_id(name: str, chosen: int | None, found: int | None, tokenizer: Any | None, vocab_size: int) -> int:
-    """Returns `chosen`, the value of data.objective.NAME, or else `found`. Raises BadInput if neither id is usable."""
+    """Returns `chosen` (from the settings) or else `found` (from the tokenizer). Raises BadInput if both are None."""
     found = found if chosen is None else chosen
     if found is None:
         raise BadInput(
-            f"data.objective.{name} must be given ({missing_id_reason(tokenizer)}): an id that text does not use, "
-            f"below model.vocab_size={vocab_size}"
+            f"data.objective.{name} must be given ({missing_id_reason(tokenizer)}); use an id below "
+            f"model.vocab_size={vocab_size} that text does not use"
         )
     check_in_vocabulary(name, [found], vocab_size)
     return int(found)
@@ -130,22 +130,22 @@ def check_in_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
     outside = [id for id in ids if not 0 <= id < vocab_size]
     if outside:
         raise BadInput(
-            f"data.objective.{name} names id {outside[0]}, but the model has model.vocab_size={vocab_size}; "
-            f"set model.vocab_size to {max(outside) + 1} or more"
+            f"data.objective.{name} uses id {outside[0]}, which is outside model.vocab_size={vocab_size}; "
+            f"set model.vocab_size to at least {max(outside) + 1}"
         )
 
 
 def check_distinct(named: Mapping[str, Sequence[int]], token_bytes: np.ndarray | None) -> None:
-    """Raises BadInput if an id has two uses, or is used by text. named: {setting: ids}."""
+    """Raises BadInput if an id is listed twice, or is used by text. named: {setting: ids}."""
     used_by: dict[int, str] = {}
     for name, ids in named.items():
         for id in ids:
             if id in used_by:
-                raise BadInput(f"id {id} is used by data.objective.{used_by[id]} and by {name}; they must differ")
+                raise BadInput(f"data.objective.{used_by[id]} and {name} both use id {id}; use different ids")
             if token_bytes is not None and id < len(token_bytes) and token_bytes[id]:
                 raise BadInput(
-                    f"data.objective.{name} is id {id}, which the tokenizer uses for text; use an id that it does not "
-                    f"have, such as {len(token_bytes)}"
+                    f"data.objective.{name} is id {id}, which the tokenizer uses for text; use an id outside its "
+                    f"vocabulary, such as {len(token_bytes)}"
                 )
             used_by[id] = name
 

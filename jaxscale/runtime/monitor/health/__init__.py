@@ -40,7 +40,7 @@ class Health:
         self.active: frozenset[str] = frozenset()  # rules with an open finding
 
     def observe(self, record: Mapping[str, Any], events: Sequence[Mapping[str, Any]] = ()) -> list[Finding]:
-        """Returns the findings that this record opens or closes. `events` since the last record serve as evidence."""
+        """Returns the findings that this record opens or closes. `events` since the last record are evidence."""
         if not self.rules:
             return []
         self.recent.add(record, events)

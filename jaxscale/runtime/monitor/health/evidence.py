@@ -53,7 +53,7 @@ class RecentRecords:
         return self.records[-1] if self.records else {}
 
     def known(self, name: str) -> list[Any]:
-        """Returns the values of a metric in the recent records that have it."""
+        """Returns the values of a metric, from the recent records that contain it."""
         return [record[name] for record in self.records if record.get(name) is not None]
 
     @property
@@ -63,14 +63,14 @@ class RecentRecords:
 
 
 def effective_step(event: Mapping[str, Any]) -> int | None:
-    """Returns the first step that an event affects; for a rewind, the step that the run resumed from."""
+    """Returns the first step that an event affects. For a rewind, this is the step that the run resumed from."""
     return event.get("to", event.get("step")) if event.get("event") == "rewind" else event.get("step")
 
 
 def pair_with_events(
     records: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]
 ) -> Iterator[tuple[Mapping[str, Any], list[Mapping[str, Any]]]]:
-    """Yields each record with the events since the previous one; events after the last record are dropped."""
+    """Yields (record, events since the previous record). Events after the last record are dropped."""
     steps = ((step, event) for event in events if (step := effective_step(event)) is not None)
     pending = collections.deque(sorted(steps, key=lambda pair: pair[0]))
     for record in records:
@@ -131,9 +131,9 @@ def stage(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
 
 
 def suspect_batch(recent: RecentRecords, step: int) -> tuple[int, int, int | None] | None:
-    """Returns (batch, step, earlier batch with the same tokens) of a repeated batch near the step.
+    """Returns (batch, step, earlier batch with the same tokens) for a repeated batch near the step.
 
-    Without a repeat, returns (batch, step, None) for the batch of the step, or None if its number is unknown.
+    If no batch is repeated, returns (batch, step, None) for the batch of the step, or None if its number is unknown.
     """
     for repeated, number, first in reversed(recent.repeats):
         if repeated >= step - recent.width:
@@ -144,7 +144,7 @@ def suspect_batch(recent: RecentRecords, step: int) -> tuple[int, int, int | Non
 
 
 def batch(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
-    """Evidence that the batch is bad: its number, and whether its tokens are repeated."""
+    """Evidence that the batch is bad: its number, and whether it repeats the tokens of an earlier batch."""
     if (found := suspect_batch(recent, step)) is None:
         return Evidence(NEUTRAL, "the batch number is unknown")
     n, trained_at, same_as = found
@@ -240,7 +240,7 @@ def schedule(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
 
 
 def balance(recent: RecentRecords, facts: RunFacts, step: int) -> Evidence:
-    """Evidence that neither a bias nor a loss balances the load of the experts."""
+    """Evidence that the experts are unbalanced because neither a router bias nor a balance loss is active."""
     if not facts.balanced_by:
         text = "neither model.experts.bias nor a balance loss in train.aux_losses is active"
         return Evidence(STRONG, text)

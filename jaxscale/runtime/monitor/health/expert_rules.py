@@ -21,7 +21,7 @@ MAX_BIAS_RANGE = 3.0
 
 
 def balance_steps(facts: RunFacts) -> float:
-    """Returns the number of steps allowed until balance: enough for biases to reorder any two experts."""
+    """Returns the number of steps in which a router must become balanced: enough for biases to reorder experts."""
     return max(PATIENCE, SCORE_RANGE / (2 * facts.bias_rate)) if facts.bias_rate else PATIENCE
 
 

@@ -139,7 +139,7 @@ class SkippedSteps(Rule):
 
 
 class Activations(Rule):
-    """Detects huge or vanishing activations of a layer, or a branch that adds almost nothing to the residual."""
+    """Detects a layer with huge or vanishing activations, or with a branch that adds little to the residual."""
 
     kind = "activations"
     begin, end = 2, 2
@@ -185,7 +185,7 @@ class Activations(Rule):
 
 
 def weak_branches(view: View, layers: dict[str, float]) -> dict[str, float]:
-    """Returns {'attention of 03': RMS relative to the layer's output} if below branch_low; {} in the warmup."""
+    """Returns {'attention of 03': ratio} for branches with RMS / layer RMS below branch_low; {} in the warmup."""
     if view.step <= view.facts.warmup_steps:
         return {}
     ratios = {
@@ -231,7 +231,7 @@ class AttentionLogits(Rule):
 
 
 def listed(names: list[str], values: dict[str, float]) -> str:
-    """Returns names with values, such as '3 (1.2e+03), 4 (800) and 7 more'."""
+    """Formats names with values, such as '3 (1.2e+03), 4 (800) and 7 more'."""
     first = ", ".join(f"{name} ({values[name]:.3g})" for name in names[:4])
     return first + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 

@@ -266,7 +266,7 @@ class Plateau(Rule):
 
 
 def decaying(view: View, rate: float | None, highest: float) -> bool:
-    """Returns True late in a decay of the learning rate, where the loss is expected to level off."""
+    """Returns True if the learning rate has decayed so far that the loss is expected to level off."""
     done = view.step / view.facts.total_steps if view.facts.total_steps else 0.0
     late = view.facts.decay in ("cosine", "linear") and done > 0.7
     return rate is not None and rate < (0.9 if late else 0.3) * highest

@@ -40,7 +40,7 @@ class BaselineComparison(NamedTuple):
 
 
 def loss_limit(ratio: float, centre: float) -> float:
-    """Returns `ratio` times a loss. Below 1 nat, the rise is that of 1 nat, since a loss near 0 doubles by chance."""
+    """Returns `ratio` times a loss. Adds (ratio - 1) nats to a loss below 1 nat, which may double by chance."""
     return centre + (ratio - 1) * max(centre, 1.0)
 
 
@@ -71,10 +71,10 @@ class Baseline:
         self.cached, self.added = None, 0
 
     def center_and_noise(self) -> tuple[float, float] | None:
-        """Returns (centre, standard deviation of the noise); None while there are too few values.
+        """Returns (centre, standard deviation of the noise), or None if there are too few values.
 
-        The noise is the larger of two estimates: deviations from the centre, which a trend increases, and differences
-        between neighbours, which it does not.
+        The noise is the larger of two estimates: from deviations from the centre, and from differences between
+        neighbours. A trend increases only the first estimate.
         """
         if len(self.values) < self.enough:
             return None
@@ -89,7 +89,7 @@ class Baseline:
         return self.cached
 
     def compare(self, value: float) -> BaselineComparison | None:
-        """Compares a value with the accepted values; returns None while there are too few."""
+        """Compares a value with the baseline. Returns None if the baseline has too few values."""
         if (usual := self.center_and_noise()) is None:
             return None
         centre, sigma = usual
@@ -106,7 +106,7 @@ class Slope(NamedTuple):
 
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> Slope:
-    """Fits a least-squares line. With AR(1) residuals of correlation r, n points count as n (1 - r) / (1 + r)."""
+    """Fits a least-squares line. For AR(1) residuals of correlation r, n points count as n (1 - r) / (1 + r)."""
     n = len(xs)
     mean_x, mean_y = sum(xs) / n, sum(ys) / n
     sum_xx = sum((x - mean_x) ** 2 for x in xs)
@@ -119,7 +119,7 @@ def slope(xs: Sequence[float], ys: Sequence[float]) -> Slope:
 
 
 class BlockMeans:
-    """Means of a metric over blocks of equally many records. Above `most` blocks, neighbouring blocks are merged."""
+    """Means of a metric over equal blocks of records. Merges neighbouring blocks if there are more than `most`."""
 
     def __init__(self, most: int = 128):
         self.most, self.records = most, 1  # records per block
@@ -148,7 +148,7 @@ def mean_of(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def is_harmless(event: Mapping[str, Any]) -> bool:
-    """Returns True for an alarm or alert that has ended, was a short wait, or was not caused by the run."""
+    """Returns True if an alarm or alert has ended, was a short wait, or has a cause outside the run."""
     waited = event.get("waited")
     short = event.get("event") == "alarm" and isinstance(waited, float) and waited < SHORT_WAIT
     return bool(event.get("over")) or short or event.get("event") == "alert" and event.get("what") in HARMLESS
@@ -190,7 +190,7 @@ HEALTHY = RuleResult(False)
 
 @dataclasses.dataclass(frozen=True)
 class RunFacts:
-    """Facts about a run that do not come from its metrics; any may be unknown."""
+    """Facts about a run that do not come from its metrics. Any of them may be unknown."""
 
     workdir: str = "RUN"  # shown in commands
     total_steps: int | None = None
@@ -240,7 +240,7 @@ def facts_from_config(
 
 
 def stage_batches(settings: Mapping[str, Any], budget: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the first batch of each later stage of data.mixture, except stages given in epochs (unknown length)."""
+    """Returns the first batch of each later stage of data.mixture, without stages that start at an epoch."""
     mixture, batch_tokens = settings.get("data", {}).get("mixture") or {}, budget.get("batch_tokens")
     if not batch_tokens or not all(isinstance(weights, Mapping) for weights in mixture.values()):
         return ()
@@ -259,7 +259,7 @@ def parse_forecast(forecast: Mapping[str, Any]) -> tuple[tuple[float, float, flo
         columns = [[float(number) for number in forecast[name]] for name in ("tokens", "low", "high")]
         return tuple(sorted(zip(*columns, strict=True)))
     except (KeyError, TypeError, ValueError):
-        raise BadInput("forecast.json must have tokens, low and high, lists of numbers of equal length") from None
+        raise BadInput("forecast.json must have three equally long lists of numbers: tokens, low and high") from None
 
 
 class View(NamedTuple):
@@ -273,7 +273,7 @@ class View(NamedTuple):
     active: frozenset[str]  # rules with an open finding
 
     def number(self, name: str) -> float | None:
-        """Returns the number with this name in the record, or None if it has none."""
+        """Returns the number with this name in the record, or None if the record does not have it."""
         value = self.record.get(name)
         return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
@@ -313,8 +313,8 @@ class Losses:
 class Rule(abc.ABC):
     """A check of each record. `begin` consecutive bad records open a finding, and `end` good records close it.
 
-    Records for which `check` returns None are ignored. Each finding doubles the number of good records that close the
-    next finding, up to 16 times, so that recurring problems are reported less often.
+    Records for which `check` returns None are ignored. After each finding, the next one needs twice as many good
+    records to close, up to 16 times `end`, so that recurring problems are reported less often.
     """
 
     kind: str
@@ -334,7 +334,7 @@ class Rule(abc.ABC):
         """Returns the result for a record, or None if the rule cannot decide."""
 
     def update(self, view: View) -> tuple[RuleResult, bool] | None:
-        """Returns (result, whether the finding ended) if this record opens or closes a finding, otherwise None."""
+        """Checks a record. Returns (result, True if a finding ended) if a finding begins or ends, otherwise None."""
         result = self.check(view)
         if result is None:
             return None
@@ -360,7 +360,7 @@ class Rule(abc.ABC):
 
 
 def finite_numbers(view: View, prefix: str) -> dict[str, float]:
-    """Returns {name without the prefix: number} for the record's numbers with this prefix."""
+    """Returns {name without `prefix`: number} for the numbers of the record whose names begin with `prefix`."""
     found = {}
     for name in view.record:
         if name.startswith(prefix) and (number := view.number(name)) is not None:

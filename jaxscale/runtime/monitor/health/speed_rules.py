@@ -19,13 +19,13 @@ IN_USE = (("device_bytes_in_use", "device_peak_bytes"), ("host_bytes_in_use", "h
 
 
 def is_cpu_contended(view: View) -> bool:
-    """Returns True if the CPU was fully used and other programs used at least OTHER_WORK of it."""
+    """Returns True if the CPU was fully used and other programs used at least the fraction OTHER_WORK of it."""
     run, others = view.number("host_own_share"), view.number("host_other_share")
     return run is not None and others is not None and others >= OTHER_WORK and run + others >= FULL
 
 
 class TimedRule(Rule):
-    """A rule that reports bad records after `speed_seconds` of training time, since a single step may be short."""
+    """A rule that reports bad records only after `speed_seconds` of training time, since a step may be short."""
 
     begin, end = STREAK, STREAK
     skip_if_contended = True  # a contended CPU explains a slow run
@@ -155,7 +155,7 @@ class SlowStep(TimedRule):
 
 
 class UtilisationDrop(TimedRule):
-    """Detects a throughput that falls and stays low without a slow_step or starvation finding."""
+    """Detects a throughput that falls and stays low while no slow_step or starvation finding is open."""
 
     kind = "utilisation_drop"
     causes = (
@@ -203,7 +203,7 @@ class UtilisationDrop(TimedRule):
 
 
 class MemoryCreep(Rule):
-    """Detects memory use that rises in nearly every tenth of the last 100 records, or of the last half of a start."""
+    """Detects memory use that rises steadily over the last 100 records, or over the last half of a start."""
 
     kind = "memory_creep"
     begin, end = 1, 1  # counted in windows

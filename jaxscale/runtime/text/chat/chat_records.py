@@ -19,7 +19,7 @@ WORD = re.compile(r"[A-Za-z][A-Za-z_-]*")
 
 
 class Conversation(NamedTuple):
-    """The messages of a conversation. in_loss: True for each assistant message with a loss."""
+    """The messages of a conversation. in_loss: for each message, True if it has a loss (assistant messages only)."""
 
     messages: tuple[Mapping[str, Any], ...]
     in_loss: tuple[bool, ...]
@@ -51,15 +51,15 @@ def parse_record(record: Any, cfg: ChatConfig, text_field: str) -> Conversation 
         return PromptCompletion("", record[text_field])
     has = ", ".join(map(str, record))[:300] or "none"
     raise BadInput(
-        f"has no messages, conversations, {text_field}, or {cfg.prompt_field} with {cfg.completion_field}; its fields "
-        f"are {has}; set the field names in data.chat"
+        f"must have the field messages, conversations or {text_field}, or both {cfg.prompt_field} and "
+        f"{cfg.completion_field}; its fields are {has}; set the field names in data.chat"
     )
 
 
 def make_conversation(
     messages: Sequence[Mapping[str, Any]], record: Mapping[str, Any], num_prompt: int = 0
 ) -> Conversation:
-    """Makes a conversation. The first `num_prompt` messages, and messages with OpenAI's weight 0, have no loss."""
+    """Makes a conversation. The first `num_prompt` messages and messages with OpenAI's weight 0 have no loss."""
     in_loss = [
         index >= num_prompt and message["role"] == ASSISTANT and message.get("weight", 1) != 0
         for index, message in enumerate(messages)
@@ -69,7 +69,7 @@ def make_conversation(
 
 
 def parse_tools(tools: Any) -> Any:
-    """Returns the tools of a record. Parses a JSON string, which tables use for tools with different fields."""
+    """Returns the tools of a record. Parses a JSON string, in which tables store tools with different fields."""
     if not isinstance(tools, str) or not tools:
         return tools
     try:
@@ -77,12 +77,12 @@ def parse_tools(tools: Any) -> Any:
     except BadInput:
         found = None
     if not isinstance(found, list):
-        raise BadInput("has tools that are text but not a JSON list")
+        raise BadInput("has tools as text that is not a JSON list; write a JSON list")
     return found
 
 
 def parse_pair(record: Mapping[str, Any], cfg: ChatConfig) -> Conversation | PromptCompletion:
-    """Parses a prompt and a completion, which are two texts, or two lists of messages of a single conversation."""
+    """Parses a prompt and a completion: either two texts, or two lists of messages of one conversation."""
     prompt: Any = record[cfg.prompt_field]
     completion: Any = record[cfg.completion_field]
     if isinstance(prompt, list) and isinstance(completion, list):
@@ -108,7 +108,7 @@ def openai_message(message: Any, where: str) -> dict[str, Any]:
         raise BadInput(f"has {where} of type {json_type(message)}; it must be an object")
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
     if not isinstance(role, str) or not WORD.fullmatch(role):
-        raise BadInput(f"has {where}.role={role!r}; it must be a word such as user")
+        raise BadInput(f"has {where}.role={role!r}; it must be a name such as user")
     role = ASSISTANT if role == "model" else role
     if isinstance(content, list):
         parts = [part if isinstance(part, Mapping) else {"type": json_type(part)} for part in content]
@@ -125,7 +125,7 @@ def openai_message(message: Any, where: str) -> dict[str, Any]:
 
 
 def parse_arguments(call: Any, where: str) -> Any:
-    """Returns a tool call with parsed arguments. Templates expect an object, but OpenAI's format has JSON text."""
+    """Returns a tool call with parsed arguments, which are JSON text in OpenAI's format. Templates expect an object."""
     if not isinstance(call, Mapping):
         raise BadInput(f"has an item of type {json_type(call)} in {where}.tool_calls; it must be an object")
     function = call.get("function")

@@ -26,7 +26,7 @@ TOO_MUCH_MEMORY = '{"error": "it needs too much memory"}\n'  # a constant, becau
 
 
 class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Environment of a template. marks: strings that are inserted before and after text in generation tags."""
+    """Environment of a template. marks: strings to insert before and after the text in generation tags."""
 
     marks: tuple[str, str] = ("", "")
 
@@ -60,7 +60,7 @@ def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **
 
 
 def compile_source(source: str, marks: tuple[str, str], today: str) -> jinja2.Template:
-    """Compiles a template. Raises jinja2.TemplateError if the source is invalid. today: date for strftime_now."""
+    """Compiles a template. Raises jinja2.TemplateError for invalid source. today: date for strftime_now."""
     environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
     environment.marks = marks
     environment.filters["tojson"] = tojson
@@ -71,7 +71,7 @@ def compile_source(source: str, marks: tuple[str, str], today: str) -> jinja2.Te
 
 
 def handle_request(request: Mapping[str, Any], templates: dict[str, jinja2.Template]) -> dict[str, Any]:
-    """Compiles or renders a template; returns {} after compiling, {"text"} after rendering, or {"error", "line"}."""
+    """Compiles or renders a template. Returns {} if compiled, {"text"} if rendered, {"error", "line"} on failure."""
     try:
         if "source" in request:
             templates[request["key"]] = compile_source(request["source"], tuple(request["marks"]), request["today"])
@@ -85,7 +85,7 @@ def handle_request(request: Mapping[str, Any], templates: dict[str, jinja2.Templ
 
 
 def main(memory_bytes: int, seconds: float) -> None:
-    """Handles requests until stdin ends. SIGPROF kills the process after `seconds` of CPU time for a request."""
+    """Handles requests until stdin ends. SIGPROF kills the process if a request takes `seconds` of CPU time."""
     with contextlib.suppress(ValueError, OSError):  # the limit is already lower, or not supported
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent process may ignore or block the signal

@@ -42,7 +42,7 @@ class TurnSpan(NamedTuple):
 
 
 class RenderedDocument(NamedTuple):
-    """The pieces of a document. end_in_loss: True if the end token has a loss."""
+    """The pieces of a document. end_in_loss: True if the end-of-document token has a loss."""
 
     pieces: tuple[TextPiece, ...]
     end_in_loss: bool
@@ -54,7 +54,7 @@ class RenderedDocument(NamedTuple):
 
 
 def render_pair(pair: PromptCompletion, begin: Sequence[str] = ()) -> RenderedDocument:
-    """Renders a prompt-completion pair, with the prompt as in generation. begin: special tokens before the prompt."""
+    """Renders a prompt-completion pair. The prompt is the same as in generation. begin: special tokens before it."""
     first = [TextPiece(name, True, False) for name in begin]
     texts = [
         TextPiece(text, False, in_loss) for text, in_loss in ((pair.prompt, False), (pair.completion, True)) if text
@@ -63,12 +63,12 @@ def render_pair(pair: PromptCompletion, begin: Sequence[str] = ()) -> RenderedDo
 
 
 def render_conversation(chat: Conversation, template: ChatTemplate, guard: Guard) -> RenderedDocument:
-    """Renders the conversation with the template, and determines the text with a loss.
+    """Renders the conversation with the template, and finds the text that has a loss.
 
-    This is the text in {% generation %} tags or, without tags, each assistant turn after its prompt, including the
-    end-of-turn token. The text is split at the start of each assistant turn, as in generation.
-    Raises: BadInput, with a message that callers append to the location of the record, if the template rejects the
-    conversation, or if the text before a turn differs from the prompt of that turn.
+    This is the text in {% generation %} tags. Without tags, it is each assistant turn after its prompt, including the
+    end-of-turn token. Splits the text at the start of each assistant turn, as in generation.
+    Raises: BadInput if the template rejects the conversation, or if the text before a turn differs from the prompt of
+    that turn. Callers append the message to the location of the record.
     """
     mark = guard.choose_marker([list(chat.messages), chat.tools])
     messages, tools = guard.escape(chat.messages, mark), guard.escape(chat.tools, mark) if chat.tools else None
@@ -84,7 +84,7 @@ def render_conversation(chat: Conversation, template: ChatTemplate, guard: Guard
 def render_prompt(
     messages: Sequence[Mapping[str, Any]], tools: Any, template: ChatTemplate, guard: Guard
 ) -> RenderedDocument:
-    """Renders the prompt of the assistant turn after the messages. Raises the errors of render_conversation."""
+    """Renders the prompt of the next assistant turn. Raises the errors of render_conversation."""
     mark = guard.choose_marker([list(messages), tools])
     messages, tools = guard.escape(messages, mark), guard.escape(tools, mark) if tools else None
     whole, spans = marked_spans(template.render(messages, tools, True), ())
@@ -100,7 +100,7 @@ def turn_spans(
     template: ChatTemplate,
     guard: Guard,
 ) -> list[TurnSpan]:
-    """Returns the spans of the assistant turns, except turns without a loss that cannot be located."""
+    """Returns the spans of the assistant turns. Skips turns without a loss if they cannot be located."""
     spans = []
     for index, message in enumerate(messages):
         if message["role"] == ASSISTANT:
@@ -116,14 +116,14 @@ def turn_spans(
 def turn_span(
     messages: Sequence[Mapping[str, Any]], index: int, tools: Any, whole: str, template: ChatTemplate, guard: Guard
 ) -> TurnSpan:
-    """Locates a turn in `whole` by rendering the conversation up to that turn. Raises BadInput if not possible."""
+    """Locates a turn in `whole` by rendering the conversation up to that turn. Raises BadInput if it is not found."""
     before = template.render(messages[:index], tools, True)
     after = template.render(messages[: index + 1], tools, False)
     if not whole.startswith(before) or not after.startswith(before):
         raise BadInput(
-            f"has a turn {index + 1} whose prompt, as rendered by the template {template.name}, differs from the text "
-            "before the turn; put text with a loss between {% generation %} and {% endgeneration %} in "
-            "the template"
+            f"has a turn {index + 1} that cannot be located: the template {template.name} renders its prompt and the "
+            "text before it differently; in the template, put {% generation %} and {% endgeneration %} around the text "
+            "with a loss"
         )
     begin, end = len(before), len(after)
     last = list(guard.pattern.finditer(after, begin))[-1:]
@@ -133,15 +133,15 @@ def turn_span(
         found_at = whole.find(last[0][0], begin) if last else -1
         if found_at < 0:
             raise BadInput(
-                f"has a turn {index + 1} whose end cannot be located in the text rendered by {template.name}; "
-                "put text with a loss between {% generation %} and {% endgeneration %} in the template"
+                f"has a turn {index + 1} whose end cannot be located in the text rendered by {template.name}; in the "
+                "template, put {% generation %} and {% endgeneration %} around the text with a loss"
             )
         end = found_at + len(last[0][0])
     return TurnSpan(begin, end, True)
 
 
 def marked_spans(whole: str, turns: Sequence[bool]) -> tuple[str, list[TurnSpan]]:
-    """Returns (text without marks, spans between the marks). turns: True for assistant turns with a loss; or ()."""
+    """Returns (text without marks, spans between marks). turns: whether each assistant turn has a loss, or ()."""
     text, spans, begin = "", [], 0
     for part in re.split(f"([{OPEN}{CLOSE}])", whole):
         if part == OPEN:
@@ -154,18 +154,18 @@ def marked_spans(whole: str, turns: Sequence[bool]) -> tuple[str, list[TurnSpan]
         return text, spans
     if len(spans) != len(turns):
         raise BadInput(
-            f"has {len(turns)} assistant turns, not all with a loss, but the template marks {len(spans)} turns"
+            f"has {len(turns)} assistant turns, some without loss, but the template marks {len(spans)}; mark each turn"
         )
     return text, [span._replace(in_loss=in_loss) for span, in_loss in zip(spans, turns)]
 
 
 def split_pieces(whole: str, spans: Sequence[TurnSpan], mark: str, guard: Guard) -> RenderedDocument:
-    """Splits the text at special tokens and span boundaries. mark: character of Guard.escape to remove."""
+    """Splits the text at special tokens and span boundaries. mark: escape character of Guard, which is removed."""
     edges = {edge for span in spans for edge in (span.begin, span.end)}
     specials = {found.start(): found.end() for found in guard.pattern.finditer(whole)}
     inside = [edge for edge in edges if any(begin < edge < end for begin, end in specials.items())]
     if inside:
-        raise BadInput("has a turn that begins or ends within a special token, so the token cannot be masked")
+        raise BadInput("has a turn that begins or ends inside a special token; correct the chat template")
     cuts = sorted({0, len(whole)} | edges | specials.keys() | set(specials.values()))
     pieces = []
     for begin, end in zip(cuts, cuts[1:]):
@@ -212,7 +212,7 @@ def encode_pieces(tokenizer: Tokenizer, documents: Sequence[RenderedDocument]) -
 
 
 def starts_document(tokenizer: Tokenizer, document: RenderedDocument) -> list[bool]:
-    """Returns a list with True for each piece whose text is encoded as at the start of a document."""
+    """Returns for each piece whether its text is encoded like text at the start of a document."""
     before = [True, *(tokenizer.prefix_after_special and piece.special for piece in document.pieces[:-1])]
     return before[: len(document.pieces)]
 
@@ -239,13 +239,13 @@ class ChatPrompts(NamedTuple):
 
 
 def open_prompts(saved: SavedTokenizer, today: str) -> ChatPrompts:
-    """Returns the prompt functions for a saved tokenizer. today: date for templates, unless the run recorded one."""
+    """Returns the prompt functions for a saved tokenizer. today: date for templates, if the run recorded none."""
     tokenizer, about = saved.tokenizer, saved.about
     found = find_template(about)
     if found is None:
         raise BadInput(
-            f"{tokenizer.name} has no chat template (chat_template in tokenizer_config.json, or "
-            "chat_template.jinja): this model is not a chat model; generate text with --interactive"
+            f"{tokenizer.name} has no chat template in tokenizer_config.json or chat_template.jinja, so this model is "
+            "not a chat model; generate text with --interactive"
         )
     recorded = about.note.get("chat", {})
     cfg = ChatConfig(variables=recorded.get("variables", {}), today=recorded.get("today", today))
@@ -283,7 +283,7 @@ def prefix_errors(subject: str) -> Iterator[None]:
 
 
 def render_text(messages: Sequence[Message], answer: bool, template: ChatTemplate, guard: Guard) -> str:
-    """Renders messages, with MARK in names of special tokens. answer: add a prompt, else continue the last message."""
+    """Renders messages with escaped names. answer: True adds a generation prompt, False continues the last message."""
     if guard.choose_marker(list(messages)) != MARK:
         raise BadInput("contains noncharacters (U+FDD0 to U+FDEF), which are reserved; remove them")
     if not answer and messages and messages[-1]["role"] == ASSISTANT:
@@ -293,7 +293,7 @@ def render_text(messages: Sequence[Message], answer: bool, template: ChatTemplat
 
 
 def turn_end(template: ChatTemplate, guard: Guard) -> tuple[str, ...]:
-    """Returns a tuple with the special token that ends assistant turns, or () if plain text ends the turns."""
+    """Returns a tuple with the special token that ends assistant turns, or () if plain text ends them."""
     turns = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": WORD}]
     try:
         text = template.render(turns, None, False)

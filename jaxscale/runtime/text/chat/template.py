@@ -69,13 +69,13 @@ class ChatTemplate(NamedTuple):
 
     @property
     def note(self) -> dict[str, Any]:
-        """Returns the values to save with the tokenizer, so that generation renders prompts as in training."""
+        """Values to save with the tokenizer, so that generation renders prompts as in training."""
         note = {"template": self.source, "variables": dict(self.variables), "today": self.today}
         return note | {"fingerprint": self.fingerprint}
 
 
 def load_template(tokenizer: Tokenizer, cfg: ChatConfig) -> ChatTemplate:
-    """Returns the template from the settings or the tokenizer's folder, or the built-in template. Raises BadInput."""
+    """Returns the template from the settings, the tokenizer's folder, or else the built-in one. Raises BadInput."""
     about = read_settings(tokenizer_folder(tokenizer))
     if cfg.template:
         name = f"data.chat.template={cfg.template}"
@@ -87,7 +87,7 @@ def load_template(tokenizer: Tokenizer, cfg: ChatConfig) -> ChatTemplate:
 def make_template(
     tokenizer: Tokenizer, cfg: ChatConfig, about: TokenizerFolder, source: str, where: str
 ) -> ChatTemplate:
-    """Returns the template with the Jinja `source`, which is from the file `where`. Raises BadInput."""
+    """Returns a template with the Jinja code `source` from the file `where`. Raises BadInput."""
     if turn_end(tokenizer) and source == (builtin := builtin_template(tokenizer)).source:
         return builtin  # saved by a run; does not need jinja2
     if not packages.is_installed("jinja2"):  # optional dependency
@@ -104,8 +104,8 @@ def make_template(
     def render(messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
         if tools and has_other_for_tools:
             raise BadInput(
-                f"has tools, for which {where} has a separate template {TOOL_USE}; write that template to a file and "
-                "set data.chat.template to the file"
+                f"has tools, but {where} has a separate template {TOOL_USE} for them; save that template to a file, "
+                "and set data.chat.template to the file"
             )
         return compiled(messages, tools, add_generation_prompt)
 
@@ -113,17 +113,17 @@ def make_template(
 
 
 def end_name(tokenizer: Tokenizer) -> str:
-    """Returns the name of the end-of-document token, or '' if the token is not a special token."""
+    """Returns the name of the end-of-document token, or '' if it is not a special token."""
     return next((name for name, i in tokenizer.special_ids.items() if i == tokenizer.eos_id), "")
 
 
 def turn_end(tokenizer: Tokenizer) -> str:
-    """Returns the text that ends a turn in the built-in template, or '' without a suitable special token."""
+    """Returns the text that ends a turn in the built-in template, or '' if no special token is suitable."""
     return f"{END}\n" if END in tokenizer.special_ids else end_name(tokenizer)
 
 
 def builtin_template(tokenizer: Tokenizer) -> ChatTemplate:
-    """Returns the built-in template, in which a turn is '<|im_start|>role', a line end, the text, and '<|im_end|>'.
+    """Returns the built-in template. A turn is '<|im_start|>role', a line end, the text, and '<|im_end|>'.
 
     If the tokenizer has no <|im_end|>, the end-of-document token ends a turn, because plain text must not end a turn.
     """
@@ -131,7 +131,7 @@ def builtin_template(tokenizer: Tokenizer) -> ChatTemplate:
     first, end = "".join(begin), turn_end(tokenizer)
     if not end:
         raise BadInput(
-            f"data.tokenizer={tokenizer.name} has no special token to end a turn; set data.chat.template to a "
+            f"data.tokenizer={tokenizer.name} has no special token that can end a turn; set data.chat.template to a "
             "template file"
         )
 
@@ -155,7 +155,7 @@ class ProcessEnded(Exception):
 
 
 class TemplateProcess:
-    """The subprocess that renders templates. Started at first use, and restarted after a failure."""
+    """A subprocess that renders templates. Starts at first use, and restarts after a failure."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -177,7 +177,7 @@ class TemplateProcess:
         return self.process
 
     def ask(self, compile_it: Mapping[str, Any], render_it: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Compiles a template if needed, and renders it; returns the last response. Raises ProcessEnded."""
+        """Compiles a template if needed, and renders it if asked. Returns the last response. Raises ProcessEnded."""
         with self.lock:
             process = self.start()
             found: dict[str, Any] = {}
@@ -236,7 +236,7 @@ TEMPLATES = TemplateProcess()
 
 
 def reset_after_fork() -> None:
-    """Replaces TEMPLATES after a fork, because the parent owns the process and a thread may have locked it."""
+    """Replaces TEMPLATES after a fork, because its process belongs to the parent and its lock may be held."""
     global TEMPLATES
     if isinstance(TEMPLATES.end, weakref.finalize):
         TEMPLATES.end.detach()
@@ -261,7 +261,7 @@ def compile_template(
 
     found = send(None)
     if "error" in found:
-        raise BadInput(f"{where}{found.get('line', '')} is not a chat template: {found['error']}")
+        raise BadInput(f"{where}{found.get('line', '')} is not a valid chat template: {found['error']}")
 
     def render(messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
         given = dict(messages=list(messages), tools=tools, documents=None, add_generation_prompt=add_generation_prompt)
@@ -284,7 +284,7 @@ class Guard:
         self._ends = tuple({name[n:] for name in self.names for n in range(1, len(name))})
 
     def choose_marker(self, value: Any) -> str:
-        """Returns a noncharacter that is not in the value. Raises BadInput if there is none, or for OPEN or CLOSE."""
+        """Returns a noncharacter that `value` lacks. Raises BadInput if it lacks none, or contains OPEN or CLOSE."""
         whole = "".join(strings_in(value))
         free = [guard for guard in GUARDS if guard not in whole]
         if not free or OPEN in whole or CLOSE in whole:
@@ -292,7 +292,7 @@ class Guard:
         return free[0]
 
     def escape(self, value: Any, guard: str) -> Any:
-        """Escapes names in all strings of a value, including parts of names at the start or end of a string."""
+        """Escapes special token names in all strings of a value, including partial names at the ends of a string."""
         if isinstance(value, Mapping):
             key_of = lambda key: self.escape_text(key, guard) if self.pattern.search(key) else key
             return {key_of(str(key)): self.escape(inner, guard) for key, inner in value.items()}

@@ -47,7 +47,7 @@ def is_packed(path: str) -> bool:
 
 
 def read_blocks(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Iterator[bytes]:
-    """Yields the uncompressed bytes of a file, or of a part of an uncompressed file. Raises Damaged as unpack()."""
+    """Yields the uncompressed bytes of a file, or of a part of an uncompressed file. Raises Damaged."""
     if is_packed(path):
         yield from unpack(path, cfg, part.on_progress, skipped)
         return
@@ -62,7 +62,7 @@ def read_blocks(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE
 
 
 def check_unpacked(path: str, cfg: ReadConfig) -> None:
-    """Raises Damaged for a file with the content, but not the name, of a compressed file."""
+    """Raises Damaged if a file is compressed, but its name has no suffix for compression."""
     with open_binary(path) as file:
         found = packed_suffix(file.read(MAGIC_BYTES))
     if found:
@@ -73,7 +73,7 @@ def check_unpacked(path: str, cfg: ReadConfig) -> None:
 
 
 def packed_problem(path: str, cfg: ReadConfig) -> str:
-    """Returns why a compressed file cannot be decompressed, which may explain errors in its text; '' if it can."""
+    """Returns why a compressed file cannot be decompressed, or ''. This may explain errors in its text."""
     try:
         for _ in unpack(path, cfg):
             pass
@@ -111,7 +111,7 @@ def as_file(blocks: Iterator[bytes]) -> io.BufferedReader:
 def read_lines(
     blocks: Iterator[bytes], limit: int, skipped: Counter, offset: int = 0
 ) -> Iterator[tuple[int, int, bytes]]:
-    """Yields (uncompressed offset, number from 1, line without line end). Lines over the limit are only counted."""
+    """Yields (uncompressed offset, number from 1, line without line end). Skips and counts lines over the limit."""
     stream, number = as_file(blocks), 0
     while piece := stream.readline(BLOCK_BYTES):
         number += 1
@@ -130,7 +130,7 @@ def read_lines(
 
 
 def next_line(path: str, place: int, size: int, begin: int = 0) -> int:
-    """Returns the first start of a line at or after `place`, or the `size` of the file if there is none."""
+    """Returns the offset of the first line that starts at or after `place`, or `size` if there is none."""
     if place <= 0:
         return 0
     with open(path, "rb") as file:
@@ -144,7 +144,7 @@ def next_line(path: str, place: int, size: int, begin: int = 0) -> int:
 
 
 def cut_parts(path: str, part_bytes: int, find: Callable[[str, int, int, int], int]) -> list[Part]:
-    """Splits a file into parts of about part_bytes. find: next_line(), or a function for different split points."""
+    """Splits a file into parts of about part_bytes. find: next_line(), or a function for other split points."""
     size = os.path.getsize(path)
     if is_packed(path) or size <= part_bytes:
         return [WHOLE]
@@ -155,7 +155,7 @@ def cut_parts(path: str, part_bytes: int, find: Callable[[str, int, int, int], i
 
 
 class UnpackError(Exception):
-    """Raised for data that cannot be decompressed. fix: replaces the default fix of downloading the file again."""
+    """Raised for data that cannot be decompressed. fix: replaces the default fix, which is another download."""
 
     def __init__(self, reason: str, fix: str = ""):
         super().__init__(reason)
@@ -185,7 +185,7 @@ class GzipDecompressor:
 
 
 def packed_suffix(head: bytes) -> str:
-    """Returns '.gz' or '.zst' if the first bytes `head` are from a gzip or Zstandard file, else ''."""
+    """Returns '.gz' or '.zst' if a file that begins with `head` is a gzip or Zstandard file, else ''."""
     return next((ending for magic, ending in MAGIC.items() if head.startswith(magic)), "")
 
 
@@ -222,7 +222,7 @@ def unpack(
 def members(
     file: BinaryIO, path: str, cfg: ReadConfig, skipped: Counter | None = None, exact_from: int = 1 << 62
 ) -> Iterator[bytes]:
-    """Yields the content of all members in blocks; single bytes after `exact_from` bytes. Raises UnpackError."""
+    """Yields the content of all members in blocks, or in single bytes after `exact_from` bytes. Raises UnpackError."""
     unpacked, data = 0, file.read(READ_BYTES)
     if not data:
         return  # an empty file has no content
@@ -251,7 +251,7 @@ def members(
 
 
 def open_member(data: bytes, cfg: ReadConfig) -> "GzipDecompressor | zstd.ZstdDecompressor | None":
-    """Returns the decompressor of the member that begins with `data`, or None if this is not a member."""
+    """Returns a decompressor for the member that begins with `data`, or None if no member begins with it."""
     ending = packed_suffix(data)
     if ending == ".zst":
         smallest, largest = WINDOW_LOGS
@@ -261,7 +261,7 @@ def open_member(data: bytes, cfg: ReadConfig) -> "GzipDecompressor | zstd.ZstdDe
 
 
 def up_to_break(path: str, cfg: ReadConfig, begin: int) -> Iterator[bytes]:
-    """Yields the bytes of a broken file from `begin` to the break. Decompressors drop these bytes of the last block."""
+    """Yields the bytes of a damaged file from `begin` to the damage. Decompressors drop them with the last block."""
     place, remaining = 0, bytearray()
     with contextlib.suppress(UnpackError), open_binary(path) as file:
         for block in members(file, path, cfg, exact_from=begin):
@@ -287,7 +287,7 @@ def check_size(path: str, unpacked: int, packed: int, cfg: ReadConfig) -> None:
 
 
 def not_packed(path: str, head: bytes) -> UnpackError:
-    """Returns the error for a file with the name, but not the content, of a compressed file."""
+    """Returns the error for a file whose name, but not its content, is that of a compressed file."""
     fix = f"if it is text, rename it: mv {shlex.quote(path)} {shlex.quote(os.path.splitext(path)[0])}"
     try:
         is_text = "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head)

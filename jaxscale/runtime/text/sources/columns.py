@@ -36,7 +36,7 @@ def parquet_batches(
 
 
 def open_parquet(path: str, cfg: ReadConfig) -> Any:
-    """Opens a Parquet file. A dictionary-encoded text column is not decoded, so that memory is bounded."""
+    """Opens a Parquet file. Limits memory use: does not decode a dictionary-encoded text column."""
     import pyarrow
     import pyarrow.parquet
 
@@ -61,7 +61,7 @@ def is_dictionary_encoded(chunk: Any) -> bool:
 
 @contextlib.contextmanager
 def opening(path: str, cfg: ReadConfig, kind: str) -> Iterator[None]:
-    """Converts errors of opening a file to Damaged. kind: name of the format."""
+    """Converts errors while opening a file to Damaged. kind: name of the format, for the message."""
     import pyarrow
 
     try:
@@ -73,7 +73,7 @@ def opening(path: str, cfg: ReadConfig, kind: str) -> Iterator[None]:
 
 
 def column_indices(table: Any, fields: Iterable[str]) -> list[int]:
-    """Returns the column indices in row groups of the given fields, including nested fields."""
+    """Returns the indices of the Parquet columns that belong to the given fields, including nested fields."""
     schema = table.metadata.schema
     inside = tuple(f"{field}." for field in fields)
     paths = [f"{schema.column(i).path}." for i in range(len(schema))]
@@ -107,7 +107,7 @@ def small_batches(batches: Iterator[Any]) -> Iterator[tuple[int, Any]]:
 
 
 def arrow_batches(source: Any) -> tuple[Any, Iterator[Any]]:
-    """Returns (schema, record batches) of an Arrow file or stream. Hugging Face datasets uses streams."""
+    """Returns (schema, record batches) of an Arrow file, or of an Arrow stream as in Hugging Face datasets."""
     import pyarrow
 
     is_file = source.read(6) == b"ARROW1"
@@ -145,7 +145,7 @@ def first_line(error: Exception) -> str:
 
 
 def select_columns(schema: Any, path: str, cfg: ReadConfig) -> tuple[str, ...]:
-    """Returns the text and metadata columns, with '' for missing columns. Raises BadInput without a text column."""
+    """Returns the names of the text and metadata columns, '' if missing. Raises BadInput without a text column."""
     fields = (cfg.text_field, *cfg.metadata_fields)
     names = [name if name and type_of(schema, name) is not None else "" for name in fields]
     if not names[0]:
@@ -167,7 +167,7 @@ def type_of(schema: Any, name: str) -> Any:
 
 
 def batch_rows(batch: Any, names: tuple[str, ...], row: int, path: str) -> Records:
-    """Yields the rows of a batch with text as bytes, so that data.invalid_utf8 can be applied later."""
+    """Yields the rows of a batch with text as bytes, to which data.invalid_utf8 is applied later."""
     texts = as_bytes(column_of(batch, names[0]), path, names[0])
     empty = [""] * batch.num_rows
     columns = zip(*(column_strings(column_of(batch, name)) if name else empty for name in names[1:]))
@@ -196,7 +196,7 @@ def as_bytes(column: Any, path: str, name: str) -> Iterator[bytes | None]:
     try:
         values = column.cast(pyarrow.large_binary())
     except (pyarrow.ArrowNotImplementedError, pyarrow.ArrowInvalid):
-        raise BadInput(f"{path}: column {name!r} is {column.type}, not text") from None
+        raise BadInput(f"{path}: column {name!r} has type {column.type}; it must be text") from None
     values.validate(full=True)  # offsets in the file may be invalid
     return iter(values.to_pylist())
 
@@ -236,7 +236,7 @@ def is_table(path: str) -> bool:
 
 @contextlib.contextmanager
 def open_table(path: str, cfg: ReadConfig, part: Part = WHOLE) -> Iterator[Table]:
-    """Opens a file or dataset with is_table(path). Parts are supported only for Parquet. Raises BadInput."""
+    """Opens a file or dataset for which is_table(path) is True. Only Parquet supports parts. Raises BadInput."""
     import pyarrow
 
     if path.startswith("hf://") or is_saved_dataset(path):
@@ -264,7 +264,7 @@ def read_table(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE)
 
 
 def batch_records(batch: Any) -> Iterator[dict[str, Any]]:
-    """Yields each row as a dict without null fields. All strings of a row with invalid UTF-8 are bytes."""
+    """Yields each row as a dict without null fields. If a row has invalid UTF-8, all its strings are bytes."""
     import pyarrow
 
     try:
@@ -279,7 +279,7 @@ def batch_records(batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def as_binary(kind: Any) -> Any:
-    """Replaces text types by binary types in an Arrow type, including in lists and structs."""
+    """Replaces text types with binary types in an Arrow type, including in lists and structs."""
     import pyarrow
     from pyarrow import types
 

@@ -34,7 +34,7 @@ SEQIO = "pip install 'jaxscale[seqio]'"
 
 
 def read_array_record(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
-    """Yields the text of the records in a part, as set by cfg.record_format. Raises BadInput."""
+    """Yields the text of the records in a part, decoded as set by cfg.record_format. Raises BadInput."""
     for number, record, value in array_records(path, cfg, skipped, part):
         if cfg.record_format == "text":
             yield number, number, record, NO_METADATA
@@ -47,8 +47,8 @@ def array_records(
 ) -> Iterator[tuple[int, bytes, Any]]:
     """Yields (number, record, value) for records [part.begin, part.end). The value depends on cfg.record_format.
 
-    raw: features of a tf.train.Example to return as bytes, in addition to the text field, so that invalid UTF-8 can be
-    detected. Raises: BadInput naming the file and record for an invalid record.
+    raw: features of a tf.train.Example to return as bytes, like the text field, so that invalid UTF-8 can be detected.
+    Raises: BadInput naming the file and record for an invalid record.
     """
     with opened(path, cfg) as reader:
         if part.begin:
@@ -109,7 +109,7 @@ def array_record_parts(path: str, cfg: ReadConfig, part_bytes: int) -> list[Part
 
 
 def example(record: bytes, cfg: ReadConfig, skipped: Counter, place: str, raw: Sequence[str] = ()) -> Any:
-    """Returns {name: first value} of byte features of a tf.train.Example; MISSING if invalid. raw: not decoded."""
+    """Returns {name: first value} of byte features of a tf.train.Example; MISSING if invalid. raw: kept as bytes."""
     from google.protobuf.message import DecodeError
 
     found = {}
@@ -128,7 +128,7 @@ def example(record: bytes, cfg: ReadConfig, skipped: Counter, place: str, raw: S
 
 
 def length_delimited(message: bytes, wanted: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yields (number, content) of the length-delimited fields of a message. wanted: field number; 0: all fields."""
+    """Yields (number, content) of length-delimited protobuf fields. wanted: field number, or 0 for all fields."""
     from google.protobuf.empty_pb2 import Empty
     from google.protobuf.unknown_fields import UnknownFieldSet
 
@@ -142,16 +142,16 @@ def parse_query(path: str, scheme: str, known: tuple[str, ...]) -> tuple[str, di
     name, _, query = path.removeprefix(scheme).partition("?")
     found = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
     if wrong := sorted(set(found) - set(known)):
-        raise BadInput(f"{path}: {wrong[0]} is unknown; use {scheme}NAME?{'=...&'.join(known)}=...")
+        raise BadInput(f"{path} has the unknown setting {wrong[0]}; use {scheme}NAME?{'=...&'.join(known)}=...")
     if not name:
-        raise BadInput(f"{path} has no name; write {scheme}NAME")
+        raise BadInput(f"{path} has no dataset name; use {scheme}NAME")
     return name, found
 
 
 def dataset_tables(path: str) -> Iterator[Any]:
     """Yields the rows of hf://NAME?config=C&split=S&revision=R, or of a folder of save_to_disk, as pyarrow tables.
 
-    Reads the train split of a saved dataset with splits. Raises BadInput, including for errors of the library.
+    If a saved dataset has splits, reads the train split. Raises BadInput, also for errors of the datasets library.
     """
     with importing(f"reading {path}", "datasets"):
         import datasets
@@ -177,7 +177,7 @@ def dataset_errors(datasets: Any, path: str, place: str = "") -> Iterator[None]:
     except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
         raise BadInput(
-            f"{path} cannot be read{place}: {reason}; without a network, save the dataset on a different machine "
+            f"{path} cannot be read{place}: {reason}; without a network, save the dataset on another machine "
             "(save_to_disk), copy the folder to this machine, and use its path"
         ) from None
 
@@ -200,8 +200,8 @@ def open_rows(path: str, datasets: Any) -> Any:
 def read_seqio(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
     """Yields the text of each example of seqio://TASK?split=train&module=MODULE&field=targets, without shuffling.
 
-    module: Python module that adds the task to seqio's registry. field: feature to read, by default the first of the
-    text field in the settings, targets_pretokenized, and targets (decoded with the vocabulary of the task).
+    module: Python module that registers the task with seqio. field: feature to read; by default the first existing one
+    of the text field in the settings, targets_pretokenized, and targets (decoded with the task's vocabulary).
     Raises: BadInput for a task that does not exist or lacks the feature.
     """
     name, query = parse_query(path, "seqio://", SEQIO_SETTINGS)
@@ -220,10 +220,10 @@ def read_seqio(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE)
     try:
         task = seqio.get_mixture_or_task(name)
     except ValueError:
-        raise BadInput(f"{path}: no seqio task {name}; add the module that registers it: ?module=MODULE") from None
+        raise BadInput(f"{path}: seqio has no task {name}; add ?module=MODULE, the module that registers it") from None
     split = query.get("split", "train")
     if split not in task.splits:
-        raise BadInput(f"{path}: the task has no split {split!r}; its splits are {', '.join(sorted(task.splits))}")
+        raise BadInput(f"{path}: the task has no split {split!r}; use one of {', '.join(sorted(task.splits))}")
     # a single epoch without shuffling, so that example numbers do not change
     dataset = task.get_dataset(sequence_length=None, split=split, shuffle=False, num_epochs=1)
     candidates = [query["field"]] if query.get("field") else [cfg.text_field, "targets_pretokenized", "targets"]

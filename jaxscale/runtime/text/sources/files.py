@@ -39,11 +39,11 @@ def list_files(
     same: Callable[[str], str] = str,
     say: Callable[[str], None] = ignore_line,
 ) -> tuple[list[SourceFile], list[str]]:
-    """Returns (files that match the globs, sorted within each source; a message for each unusable glob).
+    """Returns (matching files, sorted within each source; one message per unusable glob).
 
-    A file is listed once per source, even if it matches several globs or has several links.
-    setting: name of the setting, for messages. same: maps a path to a path that identifies the file, such as the .bin
-    of a shard. say: receives a log line about skipped links.
+    Lists a file once per source, even if several globs or links match it. setting: name of the setting, for messages.
+    same: maps a path to a path that identifies the file, such as the .bin of a shard. say: receives a log line about
+    skipped links.
     """
     sources = globs if isinstance(globs, dict) else {default_source: globs}
     files: dict[tuple[str, Identity], SourceFile] = {}
@@ -77,7 +77,7 @@ def list_files(
 
 
 def file_identity(path: str) -> Identity:
-    """Returns (device, inode) of a file or folder, which all links share; for other names, returns the name."""
+    """Returns (device, inode) of a file or folder, which is the same for all its links; for other names, the name."""
     if path.startswith(STREAMS):
         return path
     try:
@@ -88,12 +88,12 @@ def file_identity(path: str) -> Identity:
 
 
 def link_rank(path: str) -> tuple[bool, int, str]:
-    """Returns a sort key for names of the same file: first names that are not links, then by depth, then by name."""
+    """Returns a sort key for paths of one file: paths that are not links first, then by depth, then by name."""
     return os.path.realpath(path) != path, path.count(os.sep), path
 
 
 def glob_unique(pattern: str, links: dict[str, str]) -> set[str]:
-    """Returns the paths that match. Visits each folder once, because links may form cycles. links: skipped links."""
+    """Returns the matching paths. Visits each folder once, because links may form cycles. links: gets skipped links."""
     parts = pattern.split(os.sep)
     if "**" not in parts:
         return set(glob.glob(pattern))
@@ -105,7 +105,7 @@ def glob_unique(pattern: str, links: dict[str, str]) -> set[str]:
 
 
 def folders_below(roots: Sequence[str], links: dict[str, str]) -> Iterator[str]:
-    """Yields the roots and all folders below them except hidden ones, each once, with links last."""
+    """Yields the roots and all folders below them, except hidden ones. Yields each once, and links last."""
     visited: dict[Identity, str] = {}
     folders, linked = collections.deque(roots), collections.deque[str]()
     while folders or linked:

@@ -27,9 +27,9 @@ def json_records(
 ) -> Iterator[tuple[int, int, bytes, Any, bool]]:
     """Yields (offset, line number, line, value, is_valid) for each nonblank line.
 
-    is_valid: False if the fast parser rejected the line, which may have invalid UTF-8 or a lone surrogate. The value of
-    a line that is not UTF-8 is the line itself, unless cfg.invalid_utf8 is 'repair'.
-    Raises: BadInput with the file and line for a line that is not JSON, if cfg.damaged is 'stop'.
+    is_valid: False if the fast parser rejected the line, which may have invalid UTF-8 or a lone surrogate. If a line is
+    not UTF-8, its value is the line itself, unless cfg.invalid_utf8 is 'repair'.
+    Raises: BadInput with the file and line if a line is not JSON and cfg.damaged is 'stop'.
     """
     blocks = read_blocks(path, cfg, skipped, part)
     for offset, number, line in read_lines(blocks, cfg.max_line_bytes, skipped, part.begin):
@@ -45,7 +45,7 @@ def json_records(
 
 
 def read_json_lines(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
-    """Yields the text of each nonblank line, or bytes if a line is not UTF-8. Raises BadInput as record_text()."""
+    """Yields the text of each nonblank line, or bytes if it is not UTF-8. Raises the errors of record_text()."""
     text_field, metadata_fields = cfg.text_field, cfg.metadata_fields
     for offset, number, line, record, is_valid in json_records(path, cfg, skipped, part):
         text = record.get(text_field) if is_valid and type(record) is dict else None
@@ -58,7 +58,7 @@ def read_json_lines(path: str, cfg: ReadConfig, skipped: Counter, part: Part = W
 def record_text(
     record: Any, offset: int, number: int, line: bytes, cfg: ReadConfig, skipped: Counter, place: str
 ) -> Records:
-    """Yields the text of a record, or bytes that are not UTF-8. Raises BadInput with a message that names `place`."""
+    """Yields the text of a record, or its bytes if they are not UTF-8. Raises BadInput with `place` in the message."""
     if isinstance(record, bytes):
         yield offset, number, record, NO_METADATA
         return
@@ -81,16 +81,16 @@ def record_text(
 
 
 def loads(line: bytes) -> Any:
-    """Parses a line with the fast parser. Raises JSON_ERRORS, including for JSON that only strict_loads() accepts."""
+    """Parses a line with the fast parser. Raises JSON_ERRORS, even for some JSON that strict_loads() accepts."""
     if orjson is not None:
         return orjson.loads(line)
     if b"\\ud" in line or b"\\uD" in line:
-        raise BadInput("it may contain an unpaired surrogate, which the strict parser rejects")
+        raise BadInput("it may contain an unpaired surrogate, which orjson rejects")
     return strict_loads(line.decode())
 
 
 def strict_loads(text: str) -> Any:
-    """Parses text with the json module. Raises BadInput with a message to append to 'is not'."""
+    """Parses text with the json module. Raises BadInput with a message that continues 'is not'."""
     try:
         # int() accepts at most 4,300 digits; longer numbers become inf
         return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 4000 else float(digits))
@@ -103,7 +103,7 @@ def strict_loads(text: str) -> Any:
 def reparse(line: bytes, cfg: ReadConfig, skipped: Counter, place: str) -> Any:
     """Parses a line that the fast parser rejected.
 
-    Returns the line itself if it is not UTF-8 and not repaired, and MISSING if it is blank, or not JSON and counted.
+    Returns MISSING if the line is blank or counted as not JSON, and the line itself if not UTF-8 and not repaired.
     Raises: BadInput with a message that begins with `place` if the line is not JSON and cfg.damaged is 'stop'.
     """
     if not line.strip():
@@ -142,7 +142,7 @@ def get_metadata(record: dict[str, Any], fields: Metadata, line: bytes = b"") ->
 
 
 def get_string(record: dict[str, Any], field: str, line: bytes = b"") -> str:
-    """Returns a field as text, or '' if missing, null, an object or a list. line: to parse large integers again."""
+    """Returns a field as text, or '' if missing, null, an object or a list. line: parsed again for large integers."""
     value = record.get(field)
     if value is None:
         if "." not in field:
@@ -158,12 +158,12 @@ def get_string(record: dict[str, Any], field: str, line: bytes = b"") -> str:
 
 
 def skip_or_raise(message: str, cfg: ReadConfig, skipped: Counter, reason: str, size: int) -> None:
-    """Raises BadInput, or counts the record of `size` bytes as skipped if data.damaged='skip'."""
+    """Counts the record of `size` bytes as skipped if data.damaged='skip'; otherwise raises BadInput."""
     if cfg.damaged == "stop":
         raise BadInput(message)
     count_skipped(skipped, reason, size)
 
 
 def format_line(number: int, part: Part) -> str:
-    """Returns a location such as 'line 3', or 'line 3 after byte 1000' if lines are counted from a part's start."""
+    """Returns 'line 3', or 'line 3 after byte 1000' if lines are counted from the start of a part."""
     return f"line {number}" + (f" after byte {part.begin}" if part.begin else "")

@@ -59,12 +59,12 @@ WHOLE = Part(0, 1 << 62)
 
 
 class Damaged(BadInput):
-    """Raised if a file or its rest is unreadable: truncated, corrupt, or beyond the limits when decompressed."""
+    """Raised if a file or its remainder is unreadable: truncated, corrupt, or too large when decompressed."""
 
 
 @contextlib.contextmanager
 def importing(what: str, package: str, fix: str = PREPARE) -> Iterator[None]:
-    """Converts ImportError to BadInput for an optional package. what: use of the package, for the message."""
+    """Converts ImportError of an optional package to BadInput. what: use of the package, for the message."""
     if not all(packages.is_installed(name) for name in package.split(" with ")):
         raise missing_package(what, package, fix)
     try:
@@ -79,7 +79,7 @@ def missing_package(what: str, package: str, fix: str = PREPARE) -> BadInput:
 
 
 def damage_fix(cfg: ReadConfig, loss: str = "", first: str = "download it again") -> str:
-    """Returns the fix for an unreadable file. loss: what is lost by skipping. first: fix without a loss."""
+    """Returns the fix for an unreadable file. first: fix without a loss. loss: what data.damaged='skip' skips."""
     return f"{first}, or set {cfg.where}damaged='skip'{loss}" if cfg.may_skip else first
 
 
@@ -109,7 +109,7 @@ def summarize_losses(
     where: str,
     places: Mapping[str, Sequence[str]] | None = None,
 ) -> ReadLosses | None:
-    """Returns a summary of skipped documents, or None. documents, size: number and bytes of documents not skipped."""
+    """Returns a summary of skipped documents, or None. documents, size: number and bytes of the other documents."""
     found = {reason: skipped[reason] for reason in FIXES if skipped.get(reason)}
     if not found:
         return None

@@ -47,7 +47,7 @@ def format_reader(path: str) -> FormatReader:
 
 @contextlib.contextmanager
 def handle_damage(path: str, cfg: ReadConfig, skipped: Counter) -> Iterator[None]:
-    """Handles errors of reading a file as configured by data.damaged: counts damage or raises BadInput."""
+    """Handles read errors as set by data.damaged: counts the damage or raises BadInput."""
     try:
         yield
     except Damaged as error:
@@ -63,10 +63,10 @@ def handle_damage(path: str, cfg: ReadConfig, skipped: Counter) -> Iterator[None
 
 
 def read_file(file: SourceFile, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Iterator[Document]:
-    """Yields the documents of a file, or of a part of a file, in order, and counts skipped documents.
+    """Yields the documents of a file or of a part of it, in order, and counts skipped documents.
 
-    skipped: receives {reason: count}, including counts of repairs, see decode.is_repair.
-    Raises: BadInput as configured by data.invalid_utf8 and data.damaged, or if the file cannot be read.
+    skipped: receives {reason: count}, including counts of repairs (see decode.is_repair).
+    Raises: BadInput as set by data.invalid_utf8 and data.damaged, or if the file cannot be read.
     """
     path, name, source = file
     unit, read, _ = format_reader(path)

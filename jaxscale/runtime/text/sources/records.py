@@ -44,10 +44,10 @@ def kind_of(path: Path | str) -> str:
 def read_records(
     path: Path, damaged: Damage | None = None, skipped: Counter | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Yields (FILE:LINE or FILE:ROW, counted from 1, value) for each record of a file.
+    """Yields (FILE:LINE or FILE:ROW, value) for each record of a file. Lines and rows are counted from 1.
 
-    damaged: 'skip' counts unreadable records in `skipped`; None: as 'stop', but messages do not name the setting.
-    Raises: BadInput naming the file and the line that is not JSON, or the exceeded limit.
+    damaged: 'skip' counts unreadable records in `skipped`; None is like 'stop', but messages do not name the setting.
+    Raises: BadInput that names the file and the line that is not JSON, or the exceeded limit.
     """
     kind, skipped = kind_of(path), Counter() if skipped is None else skipped
     assert kind in ENDINGS, path
@@ -92,13 +92,13 @@ def yield_readable(found: Iterator[Found], path: Path | str, cfg: ReadConfig, sk
 
 
 def check_bounds(path: Path | str, cfg: ReadConfig, skipped: Counter, total: int, max_bytes: int | None) -> None:
-    """Raises BadInput for a file of more than max_bytes or, unless damaged='skip', with long lines or other bytes."""
+    """Raises BadInput if a file exceeds max_bytes or, unless damaged='skip', has long lines or trailing bytes."""
     if max_bytes is not None and total > max_bytes:
         raise too_large(path, f"has more than {max_bytes:,} bytes")
     if cfg.damaged == "stop" and skipped["longer than max_line_bytes"]:
         raise too_large(path, f"has a line of more than {LONGEST_LINE:,} bytes")
     if cfg.damaged == "stop" and skipped[TRAILING]:
-        raise BadInput(f"{path} has other bytes after the compressed data; decompress it, or download it again")
+        raise BadInput(f"{path} has other bytes after the compressed data; download it again, or decompress it")
 
 
 def text_lines(path: str, max_bytes: int | None = None) -> Iterator[tuple[int, str]]:
@@ -111,7 +111,7 @@ def text_lines(path: str, max_bytes: int | None = None) -> Iterator[tuple[int, s
         try:
             text = line.decode()
         except UnicodeDecodeError as error:
-            raise BadInput(f"{path} line {number} is not UTF-8 ({error.reason}); rewrite it") from None
+            raise BadInput(f"{path} line {number} is not UTF-8 ({error.reason}); save it as UTF-8") from None
         yield number, text
     check_bounds(path, cfg, skipped, total, max_bytes)
 
@@ -176,5 +176,5 @@ def rows(path: Path, batches: Any) -> Iterator[tuple[str, Any]]:
 
 
 def rows_at_once(size: int) -> int:
-    """Returns the number of rows to decode together if each row may have a text of `size` bytes."""
+    """Returns how many rows to decode together if each row may have a text of `size` bytes."""
     return min(ROWS_AT_ONCE, max(1, BATCH_BYTES // max(size, 1)))

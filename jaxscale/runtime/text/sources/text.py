@@ -25,7 +25,7 @@ def read_text(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) 
 
 
 def cut_text(blocks: Iterator[bytes], offset: int = 0) -> Records:
-    """Yields documents of DOCUMENT_BYTES, each extended to a line end. An empty file gives one empty document."""
+    """Yields documents of about DOCUMENT_BYTES that end at a line end. An empty file has one empty document."""
     pieces, size, number, more = [], 0, 1, True
     enough = 2 * DOCUMENT_BYTES + CHARACTER_BYTES  # enough bytes to determine the end of the next document
     while more:
@@ -46,7 +46,7 @@ def cut_text(blocks: Iterator[bytes], offset: int = 0) -> Records:
 
 
 def line_remainder(after: bytes) -> int:
-    """Returns the number of bytes of `after` in the document: to the line end, or DOCUMENT_BYTES without line end."""
+    """Returns how many bytes of `after` belong to the document: to the line end, or DOCUMENT_BYTES without one."""
     if end := after.find(b"\n", 0, DOCUMENT_BYTES) + 1:
         return end
     end = min(len(after), DOCUMENT_BYTES)
@@ -58,7 +58,7 @@ def line_remainder(after: bytes) -> int:
 def numbered_lines(
     blocks: Iterator[bytes], cfg: ReadConfig, skipped: Counter, offset: int
 ) -> Iterator[tuple[int, int, bytes]]:
-    """Yields (offset, number, line) for all lines, including blank lines, without line ends and byte order mark."""
+    """Yields (offset, number, line) for all lines, even blank ones, without line ends and byte order mark."""
     for place, number, line in read_lines(blocks, cfg.max_line_bytes, skipped, offset):
         content = line.removesuffix(b"\r")
         if place == 0:
@@ -69,7 +69,7 @@ def numbered_lines(
 def paragraphs(
     lines: Iterator[tuple[int, int, bytes]], cfg: ReadConfig, skipped: Counter
 ) -> Iterator[tuple[int, int, bytes]]:
-    """Yields (offset, number, text) for each run of nonblank lines. Too long runs are counted and not buffered."""
+    """Yields (offset, number, text) for each run of nonblank lines. Skips and counts runs that are too long."""
     lines_of_paragraph: list[bytes] = []
     size = offset = number = 0
     for place, count, line in lines:
@@ -98,7 +98,7 @@ def text_parts(path: str, cfg: ReadConfig, part_bytes: int) -> list[Part]:
 
 
 def next_document(path: str, place: int, size: int, begin: int) -> int:
-    """Returns the first start of a document at or after `place`, as in cut_text(). begin: start of a document."""
+    """Returns the offset of the first document at or after `place`. begin: offset of an earlier document."""
     with open(path, "rb") as file:
         while begin < min(place, size):
             after = b""
@@ -112,7 +112,7 @@ def next_document(path: str, place: int, size: int, begin: int) -> int:
 
 
 def next_paragraph(path: str, place: int, size: int, begin: int = 0) -> int:
-    """Returns the start of the first line at or after `place` that follows a blank line."""
+    """Returns the offset of the first line at or after `place` that follows a blank line."""
     place = next_line(path, place, size)
     with open(path, "rb") as file:
         file.seek(place)

@@ -72,9 +72,9 @@ def read_warc(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) 
 def warc_records(
     path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE
 ) -> Iterator[tuple[int, dict[str, str], bytes | None]]:
-    """Yields (offset, header, block) for each record, with None for a block longer than max_line_bytes.
+    """Yields (offset, header, block) for each record. A block longer than max_line_bytes is None.
 
-    Raises: Damaged with the file and byte of a truncated or invalid record.
+    Raises Damaged, with the file and the byte offset, for a truncated or invalid record.
     """
     stream = as_file(read_blocks(path, cfg, skipped, part))
     fix = damage_fix(cfg, SKIP_REMAINDER)
@@ -101,9 +101,9 @@ def warc_records(
 
 
 def read_head(stream: io.BufferedReader) -> tuple[int, bytes]:
-    """Returns (offset, bytes through the next blank line) after skipping line ends; b"" at the end of the stream.
+    """Returns (offset, header) of the next record, including the blank line. At the end, the header is b"".
 
-    The bytes do not end with a blank line if the stream ends first, or if there are more than MAX_HEADER_BYTES.
+    The blank line is missing if the stream ends early, or if the header is longer than MAX_HEADER_BYTES.
     """
     offset, head = stream.tell(), b""
     while len(head) < MAX_HEADER_BYTES and (line := stream.readline(MAX_HEADER_BYTES)):
@@ -117,7 +117,7 @@ def read_head(stream: io.BufferedReader) -> tuple[int, bytes]:
 
 
 def parse_header(head: bytes) -> dict[str, str]:
-    """Returns {lower-case name: first value} of header fields. Lines with a leading space are continuations."""
+    """Returns {lower-case name: first value} of header fields. A line that begins with a space continues a field."""
     found: dict[str, str] = {}
     lines = head.decode("utf-8", "replace").replace("\r\n ", " ").replace("\r\n\t", " ").split("\r\n")
     for line in lines[1:]:
@@ -128,7 +128,7 @@ def parse_header(head: bytes) -> dict[str, str]:
 
 
 def http_body(block: bytes, cfg: ReadConfig) -> tuple[str, bytes] | str:
-    """Returns (content type, decoded body) of an HTTP response, or the reason why the page is missing."""
+    """Returns (content type, decoded body) of an HTTP response, or the reason for skipping the page."""
     head, blank, body = block.partition(b"\r\n\r\n")
     if not head.startswith(b"HTTP/") or len(head) > MAX_HEADER_BYTES:
         return "WARC: not HTTP"
@@ -149,7 +149,7 @@ def http_body(block: bytes, cfg: ReadConfig) -> tuple[str, bytes] | str:
 
 
 def decode_chunked(body: bytes) -> bytes:
-    """Decodes a chunked body (RFC 9112, 7.1), or returns a body unchanged that the crawler has already decoded."""
+    """Decodes a chunked body (RFC 9112, 7.1). If the crawler has already decoded it, returns it unchanged."""
     pieces, place = [], 0
     while True:
         end = body.find(b"\r\n", place, place + 64)
@@ -164,7 +164,7 @@ def decode_chunked(body: bytes) -> bytes:
 
 
 def unpack_body(body: bytes, limit: int) -> bytes | None:
-    """Decompresses a gzip or deflate body; returns None if too long, and an uncompressed body unchanged."""
+    """Decompresses a gzip or deflate body, or returns None if the result exceeds `limit` bytes."""
     for window in (zlib.MAX_WBITS | 32, -zlib.MAX_WBITS):
         try:
             unpacked = zlib.decompressobj(window).decompress(body, limit + 1)
@@ -195,9 +195,9 @@ def read_page(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) 
 
 
 def page_text(page: bytes, charset: str, cfg: ReadConfig, skipped: Counter) -> str | None:
-    """Returns the text of a page, or None, and counts the page, if it is not text.
+    """Returns the text of a page. A page that is not text or is nested too deeply is counted and returned as None.
 
-    charset: charset of the HTTP header, or ''. The charset has priority over the declaration in the page, as in the
+    `charset` is the charset in the HTTP header, or ''. It takes precedence over a declaration in the page, as in the
     HTML standard (https://html.spec.whatwg.org/multipage/parsing.html#determining-the-character-encoding).
     """
     html = page_string(page, charset)
@@ -211,7 +211,7 @@ def page_text(page: bytes, charset: str, cfg: ReadConfig, skipped: Counter) -> s
 
 
 def too_deep(html: str) -> bool:
-    """Returns True if the depth of elements exceeds MAX_DEPTH. The time of extractors is quadratic in the depth."""
+    """Returns True if elements are nested deeper than MAX_DEPTH. Extraction takes quadratic time in the depth."""
     if html.count("<") < MAX_DEPTH:
         return False
     depth = 0
@@ -224,7 +224,7 @@ def too_deep(html: str) -> bool:
 
 
 def page_string(page: bytes, charset: str) -> str:
-    """Decodes a page by its byte order mark, `charset`, its declaration, or a guess, in this order."""
+    """Decodes a page. Reads the encoding from the byte order mark, `charset` or the page, or else detects it."""
     with importing("reading web pages", "resiliparse"):
         from resiliparse.parse import encoding as encodings
     for mark, name in MARKS:

@@ -32,7 +32,7 @@ DEFAULTS = {  # special tokens of transformers' classes for SentencePiece models
 
 
 class AddedToken(NamedTuple):
-    """A token added to a tokenizer's vocabulary. id: from its file; None: the tokenizer's id, or the next free id."""
+    """A token added to a tokenizer's vocabulary. If `id` is None, the tokenizer assigns the id."""
 
     content: str
     id: int | None = None
@@ -44,20 +44,20 @@ class AddedToken(NamedTuple):
 
 
 class Neighbors(NamedTuple):
-    """Tokens and settings from the files next to a tokenizer. settings: pairs for SETTINGS_READ and NAMED."""
+    """Tokens and settings from the files next to a tokenizer. `settings` contains (name, value) pairs."""
 
     added: tuple[AddedToken, ...] = ()
     settings: tuple[tuple[str, Any], ...] = ()
 
 
 def class_of(settings: Mapping[str, Any]) -> str:
-    """Returns the tokenizer_class of transformers without the suffix 'Fast', or '' if the files have none."""
+    """Returns the setting tokenizer_class without the suffix 'Fast', or '' if it is missing."""
     found = settings.get("tokenizer_class")
     return found.removesuffix("Fast") if isinstance(found, str) else ""
 
 
 def read_neighbors(settings: Mapping[str, Any], ids: Mapping[str, Any], where: str, *, is_model: bool) -> Neighbors:
-    """Returns the tokens and settings from files next to a tokenizer. is_model: True for a SentencePiece model."""
+    """Returns the tokens and settings from the files next to a tokenizer. `is_model`: True for SentencePiece."""
     if is_model:
         settings = {**DEFAULTS.get(class_of(settings), {}), **settings}
     pairs = [(name, settings[name]) for name in SETTINGS_READ if isinstance(settings.get(name), (str, bool))]
@@ -66,7 +66,7 @@ def read_neighbors(settings: Mapping[str, Any], ids: Mapping[str, Any], where: s
 
 
 def token_text(value: Any) -> str:
-    """Returns the name of a special token, which is text or an object with flags; '' for other values."""
+    """Returns the text of a special token, which is a string or an object with flags; '' for other values."""
     value = value.get("content") if isinstance(value, Mapping) else value
     return value if isinstance(value, str) else ""
 
@@ -83,10 +83,10 @@ def merge_settings(config: Mapping[str, Any], special_map: Mapping[str, Any]) ->
 
 
 def added_tokens(settings: Mapping[str, Any], ids: Mapping[str, Any], where: str) -> tuple[AddedToken, ...]:
-    """Returns the tokens in the order in which transformers adds these tokens.
+    """Returns the added tokens in the order in which transformers adds them.
 
     settings: result of merge_settings. ids: content of added_tokens.json. where: folder, for error messages.
-    Raises: BadInput for an entry that is not a token or has no valid id.
+    Raises BadInput for an entry that is not a token or has no valid id.
     """
     listed = [value for key in LISTED for value in as_list(settings.get(key))]
     values = [settings.get(key) for key in NAMED] + listed
@@ -95,7 +95,7 @@ def added_tokens(settings: Mapping[str, Any], ids: Mapping[str, Any], where: str
     names = {token["content"] for token in named}
     if (decoder := settings.get(DECODER)) is not None:
         if not isinstance(decoder, Mapping):
-            raise BadInput(f"{where}: {DECODER} in tokenizer_config.json is not an object of ids and tokens; fix it")
+            raise BadInput(f"{where}: {DECODER} in tokenizer_config.json must be an object that maps ids to tokens")
         numbered = [(i, read_token(value, f"{where}: {DECODER}: {i}")) for i, value in decoder.items()]
     else:
         flags = lambda name: {"special": name in names, "normalized": name not in names}
@@ -104,7 +104,7 @@ def added_tokens(settings: Mapping[str, Any], ids: Mapping[str, Any], where: str
     for i, token in numbered:
         number = int(i) if isinstance(i, str) and i.isdecimal() and len(i) < MOST_DIGITS else i
         if type(number) is not int or number < 0:
-            raise BadInput(f"{where}: the added token {token['content']!r:.80} has the invalid id {short(i)}")
+            raise BadInput(f"{where}: token {token['content']!r:.80} has the invalid id {short(i)}; use 0 or more")
         special = token.get("special", False) or token["content"] in names
         fields: dict[str, Any] = {"normalized": not special} | token | {"special": special, "id": number}
         found[number] = AddedToken(**fields)
@@ -115,7 +115,7 @@ def added_tokens(settings: Mapping[str, Any], ids: Mapping[str, Any], where: str
 
 
 def as_list(value: Any) -> list[Any]:
-    """Returns the tokens of a setting that is a list or {name: token}; [] for other values."""
+    """Returns the tokens in a list or in a dict {name: token}; [] for other values."""
     return list(value.values()) if isinstance(value, Mapping) else list(value) if isinstance(value, list) else []
 
 
@@ -125,16 +125,16 @@ def read_token(value: Any, where: str) -> dict[str, Any]:
     content = token_text(token)
     flags = {name: token[name] for name in FLAGS if name in token} if isinstance(token, Mapping) else {}
     if not content or not all(isinstance(flag, bool) for flag in flags.values()):
-        raise BadInput(f"{where} {short(value)} must be text, or an object with content and flags; fix it")
+        raise BadInput(f"{where} {short(value)} must be a string, or an object with a content string and boolean flags")
     return {"content": content, **flags}
 
 
 def add_all(tokenizer: "tokenizers.Tokenizer", tokens: Sequence[AddedToken], where: str) -> bool:
-    """Adds the tokens as transformers does; returns True if this changed the tokenizer.
+    """Adds the tokens as transformers does. Returns True if the tokenizer has changed.
 
-    A vocabulary word that is also named as a special token, such as "!" for padding, remains an ordinary word, because
+    A special token that is already in the vocabulary, such as "!" for padding, remains an ordinary token, because
     decoding drops special tokens.
-    Raises: BadInput for a token whose id in the files differs from the id in the tokenizer.
+    Raises BadInput if a token has different ids in the files and in the tokenizer.
     """
     import tokenizers
 
@@ -160,7 +160,7 @@ def add_all(tokenizer: "tokenizers.Tokenizer", tokens: Sequence[AddedToken], whe
     for token in tokens:
         if token.id is not None and (found := tokenizer.token_to_id(token.content)) != token.id:
             raise BadInput(
-                f"{where}: {token.content!r:.80} has the id {token.id} in the files next to the tokenizer, but {found} "
-                f"in the tokenizer's own file; use files of the same tokenizer"
+                f"{where}: {token.content!r:.80} has id {token.id} in the files next to the tokenizer, but id {found} "
+                f"in the tokenizer file; use the files of one tokenizer"
             )
     return snapshot() != before

@@ -44,7 +44,7 @@ Encode = Callable[[Sequence[str]], EncodedBlock]
 
 
 class ObjectiveTokens(NamedTuple):
-    """Special tokens for training objectives, found by common names. Missing tokens are None."""
+    """Special tokens for training objectives, found by their usual names. Missing tokens are None."""
 
     mask_id: int | None = None
     pad_id: int | None = None
@@ -86,7 +86,7 @@ class Tokenizer(Protocol):
         ...
 
     def saved_file(self) -> tuple[str, bytes] | None:
-        """Returns (name, content) of a single file that gives the same ids, or None for bytes."""
+        """Returns (name, content) of a tokenizer file that gives the same ids, or None for the byte tokenizer."""
         ...
 
 
@@ -94,7 +94,7 @@ class Tokenizer(Protocol):
 def library_errors(what: str) -> Iterator[None]:
     """Converts errors of the tokenizers package to BadInput with the prefix `what`.
 
-    The package raises Exception for known errors, and PanicException, which is not an Exception, for other errors.
+    The package raises Exception for known errors. For other errors it raises PanicException, which is not an Exception.
     """
     try:
         yield
@@ -106,12 +106,12 @@ def library_errors(what: str) -> Iterator[None]:
 
 
 def choose_eos(path: str, eos_token: str, ids: dict[str, int]) -> int:
-    """Returns the id of `eos_token`, or of the first name of EOS_NAMES in `ids`. Raises BadInput if not found."""
+    """Returns the id of `eos_token` or, if it is empty, of the first name in EOS_NAMES that `ids` contains."""
     if eos_token:
         if eos_token not in ids:
             raise BadInput(
-                f"the end token {eos_token!r} of data.eos_token or the tokenizer's settings is not a token of {path}; "
-                "change data.eos_token"
+                f"{eos_token!r}, the end token in data.eos_token or in the tokenizer's settings, is not a token of "
+                f"{path}; set data.eos_token to a token of this file"
             )
         return ids[eos_token]
     if (name := next(filter(ids.__contains__, EOS_NAMES), None)) is None:
@@ -120,7 +120,7 @@ def choose_eos(path: str, eos_token: str, ids: dict[str, int]) -> int:
 
 
 def choose_begin(names: Sequence[str] | None, added: Sequence[int], special_ids: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the ids of the begin tokens `names`. names: None for the special tokens in `added`, from the file."""
+    """Returns the ids of the begin tokens. If `names` is None, they are the special tokens in `added`."""
     if names is None:
         return tuple(i for i in added if i in special_ids.values())
     return tuple(special_ids[name] for name in names if name in special_ids)
@@ -133,13 +133,13 @@ def begin_names(tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def fingerprint(kind: str, content: bytes, eos_id: int, begin_ids: Sequence[int]) -> str:
-    """Returns the sha256 of a tokenizer file's content, format, and begin and end tokens."""
+    """Returns the SHA-256 of a tokenizer's file content, file format, end token and begin tokens."""
     begin = f"|{','.join(map(str, begin_ids))}" if begin_ids else ""
     return hashlib.sha256(content + f"|{kind}|{eos_id}{begin}".encode()).hexdigest()
 
 
 def find_objective_tokens(ids: Mapping[str, int]) -> ObjectiveTokens:
-    """Finds objective tokens among special tokens {name: id}. Sentinels are numbered from 0 without gaps."""
+    """Finds the tokens for training objectives in {name: id}. Sentinels are numbered from 0 without gaps."""
     first = lambda mark: next((ids[name] for name in MARK_NAMES[mark] if name in ids), None)
     found = ObjectiveTokens(first("mask_id"), first("pad_id"), first("cls_id"), first("sep_id"))
     for pattern in SENTINEL_NAMES:
@@ -159,13 +159,13 @@ def concat_block(encoded: Iterable[np.ndarray | Sequence[int]]) -> EncodedBlock:
 
 
 def frame_documents(block: EncodedBlock, tokenizer: Tokenizer, dtype: np.dtype) -> EncodedBlock:
-    """Adds begin and end tokens to each document. Raises BadInput if an id does not fit the vocabulary or dtype."""
+    """Adds begin and end tokens to each document. Raises BadInput if an id is outside the vocabulary or dtype."""
     begin, eos_id, vocab_size = list(tokenizer.begin_ids), tokenizer.eos_id, tokenizer.vocab_size
     largest = max(int(block.ids.max(initial=0)), eos_id, *begin)
     if largest >= vocab_size or largest > np.iinfo(dtype).max:
         raise BadInput(
-            f"token id {largest} is not below vocab_size={vocab_size}, or does not fit in {np.dtype(dtype).name}; "
-            "the shards must be written with the tokenizer in their header"
+            f"token id {largest} must be below vocab_size={vocab_size} and fit in {np.dtype(dtype).name}; "
+            "encode the shards with the tokenizer that their header names"
         )
     lengths = block.lengths + len(begin) + 1
     ends = np.cumsum(lengths)

@@ -39,7 +39,7 @@ def train_bpe(
     split: Split,
     trainer: Literal["rustbpe", "tokenizers"],
 ) -> tokenizers.Tokenizer:
-    """Trains a byte-level tokenizer with up to `vocab_size` ids. The trainers are deterministic but not equivalent."""
+    """Trains a byte-level tokenizer with up to `vocab_size` ids. The trainers differ, but each is deterministic."""
     num_pieces = vocab_size - len(special)
     if trainer == "rustbpe":
         vocab, merges = merges_by_rustbpe(texts, num_pieces, split)
@@ -55,7 +55,7 @@ def train_bpe(
 
 
 def make_pre_tokenizer(split: Split) -> pre_tokenizers.PreTokenizer:
-    """Returns the pre-tokenizer of a byte-level tokenizer, which splits words and maps bytes to characters."""
+    """Returns the pre-tokenizer of byte-level BPE, which splits text into words and maps bytes to characters."""
     if split == "gpt2":
         return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     words = pre_tokenizers.Split(tokenizers.Regex(PATTERNS[split]), behavior="isolated")
@@ -90,7 +90,7 @@ def merges_by_rustbpe(texts: Iterable[str], num_pieces: int, split: Split) -> tu
 
 
 def halves(piece: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes]:
-    """Returns the two pieces that were merged into `piece`. Applies all earlier merges to the bytes of `piece`."""
+    """Returns the two pieces that are merged into `piece`, found by applying all earlier merges to its bytes."""
     parts, piece_rank = [piece[i : i + 1] for i in range(len(piece))], ranks[piece]
     while len(parts) > 2:
         rank, at = min((ranks.get(parts[i] + parts[i + 1], piece_rank), i) for i in range(len(parts) - 1))
@@ -108,7 +108,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def split_of(spec: Mapping[str, Any]) -> Split | None:
-    """Returns the split pattern of a tokenizer.json with plain byte-level BPE; None for other tokenizers."""
+    """Returns the name of a tokenizer.json's split pattern, or None if it is not plain byte-level BPE."""
     model = spec.get("model") or {}
     if model.get("type") != "BPE" or spec.get("normalizer"):
         return None
@@ -127,7 +127,7 @@ def split_of(spec: Mapping[str, Any]) -> Split | None:
 
 
 def is_byte_level(step: Mapping[str, Any], *, use_regex: bool) -> bool:
-    """Returns True for a ByteLevel step without prefix space. use_regex: whether the step splits words as in GPT-2."""
+    """Returns True for a ByteLevel step without a prefix space that has this value of `use_regex`."""
     return (
         step.get("type") == "ByteLevel"
         and not step.get("add_prefix_space", True)

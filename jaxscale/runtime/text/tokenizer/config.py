@@ -26,7 +26,7 @@ class EncodeConfig:
 
     def __post_init__(self):
         if self.check_every < 0:
-            raise BadInput(f"check_every={self.check_every} must be 0 or more")
+            raise BadInput(f"check_every={self.check_every} must be at least 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class TrainTokenizerConfig:
         if self.vocab_size <= smallest:
             pieces = "256 bytes" if has_bytes else "one token"
             raise BadInput(
-                f"vocab_size={self.vocab_size} must be above {smallest}: {pieces} and {len(names)} special tokens"
+                f"vocab_size={self.vocab_size} must exceed {smallest}, to fit {pieces} and {len(names)} special tokens"
             )
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise BadInput(f"special_tokens, eos_token and reserved tokens have duplicates: {twice}")
@@ -82,8 +82,8 @@ class TrainTokenizerConfig:
             raise BadInput("eos_token and special_tokens must not be empty")
         if self.sample_bytes < 1 or self.reserved < 0 or self.max_alphabet < 1:
             raise BadInput(
-                f"sample_bytes={self.sample_bytes} and max_alphabet={self.max_alphabet} must be above 0, "
-                f"reserved={self.reserved} 0 or more"
+                f"sample_bytes={self.sample_bytes} and max_alphabet={self.max_alphabet} must be above 0, and "
+                f"reserved={self.reserved} must be at least 0"
             )
         if not 0 < self.character_coverage <= 1:
             raise BadInput(f"character_coverage={self.character_coverage} must be above 0 and at most 1")

@@ -70,9 +70,9 @@ SHOWN_CHARACTERS, SHOWN_IDS = 120, 12
 
 
 def make_encode(path: str, spec: Mapping[str, Any], exact: Encode, cfg: EncodeConfig) -> tuple[str, Encode]:
-    """Returns (name, encode) of the encoder for a tokenizer.json. spec: parsed content. exact: reference encoder.
+    """Returns (package, encode) for a tokenizer.json with the parsed content `spec`. `exact` is the reference encoder.
 
-    Raises BadInput if the encoder in cfg is not installed or does not support the file, or if ids differ from `exact`.
+    Raises BadInput if cfg.encoder is not installed or does not support the file, or if its ids differ from `exact`.
     """
     if cfg.encoder == "exact":
         return "tokenizers", exact
@@ -91,7 +91,7 @@ def make_encode(path: str, spec: Mapping[str, Any], exact: Encode, cfg: EncodeCo
         if isinstance(made, str):
             if cfg.encoder == "auto":
                 continue
-            raise BadInput(f"encoder={name} cannot be used for {path}: {made}; or set encoder=auto or exact")
+            raise BadInput(f"encoder={name} is not usable for {path}: {made}; alternatively, set encoder=auto or exact")
         encode = with_exact_fallback(made, exact, plain)
         check_equal_ids(path, name, probes(named, pieces_of(spec)), encode, exact)
         return name, with_spot_checks(path, name, encode, exact, cfg.check_every) if cfg.check_every else encode
@@ -107,13 +107,13 @@ def without_added(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pairs_of(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns the merges in order. In older files, a merge is a string with a space."""
+    """Returns the merges in order, as pairs of pieces. In older files, a merge is one string with a space."""
     halves = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in spec["model"]["merges"])
     return [(left, right) for left, right in halves]
 
 
 def make_gigatoken(spec: Mapping[str, Any], split: Split, exact: Encode) -> Encode | str:
-    """Returns an encoder that uses gigatoken, on all cores except in child processes, or an error message."""
+    """Returns an encoder that uses gigatoken, or an error message if gigatoken does not support the file."""
     import gigatoken
 
     text = json.dumps(without_added(spec))
@@ -149,10 +149,10 @@ def resident_bytes() -> int:
 
 
 def make_tiktoken(spec: Mapping[str, Any], split: Split, exact: Encode) -> Encode | str:
-    """Returns an encoder that uses tiktoken, on all cores except in child processes, or an error message.
+    """Returns an encoder that uses tiktoken, or an error message if tiktoken does not support the file.
 
-    tiktoken has no list of merges, and joins the adjacent pieces whose joined piece has the smallest id. This is
-    equivalent if ids increase with the order of merges, and each longer piece results from one merge.
+    tiktoken has no list of merges: it merges the adjacent pieces whose result has the smallest id. This is equivalent
+    if the ids are in the order of the merges, and if each longer piece is the result of one merge.
     """
     import tiktoken
 
@@ -184,7 +184,7 @@ def make_tiktoken(spec: Mapping[str, Any], split: Split, exact: Encode) -> Encod
 
 
 def with_exact_fallback(encode: Encode, exact: Encode, names: Sequence[str]) -> Encode:
-    """Returns an encoder that uses `exact` for texts with newer characters or nonspecial added tokens (`names`)."""
+    """Returns an encoder that uses `exact` for texts that contain any of newer_characters() or `names`."""
     found = re.compile("|".join(map(re.escape, names))).search if names else None
 
     def encode_around(texts: Sequence[str]) -> EncodedBlock:
@@ -202,7 +202,7 @@ def with_exact_fallback(encode: Encode, exact: Encode, names: Sequence[str]) -> 
 
 @functools.cache
 def newer_characters() -> np.ndarray:
-    """Returns bool[0x110000], True for code points from FIRST_NEWER on that are unassigned in Python or new in 17.0."""
+    """Returns bool[0x110000], True for code points that are new in Unicode 17.0 or that Python does not know."""
     newer = np.ones(0x110000, bool)
     newer[0xF0000:] = False  # private use
     for first, end in ((0, 0x34000), (0xE0000, 0xE0200), (0xFFFFE, 0x100000), (0x10FFFE, 0x110000)):  # all assigned
@@ -228,7 +228,7 @@ def with_newer(texts: Sequence[str]) -> list[int]:
 
 
 def pieces_of(spec: Mapping[str, Any]) -> list[str]:
-    """Returns texts of evenly spaced pieces of the vocabulary, except pieces with incomplete characters."""
+    """Returns evenly spaced pieces of the vocabulary as text, without pieces that are not valid UTF-8."""
     byte_of, vocab = byte_alphabet(), without_added(spec)["model"]["vocab"]
     ordered = sorted(vocab, key=vocab.get)
     selected = ordered[:: max(1, len(ordered) // PIECES)]
@@ -237,7 +237,7 @@ def pieces_of(spec: Mapping[str, Any]) -> list[str]:
 
 
 def probes(names: Iterable[str], pieces: Iterable[str]) -> list[str]:
-    """Returns 25 kB of probe texts with character classes, runs, edge cases, names of special tokens, and pieces."""
+    """Returns about 25 kB of probe texts, which include the added tokens `names` and pieces of the vocabulary."""
     texts = [*TEXTS, *EDGES, *RUNS, " ".join(TEXTS), "".join(reversed(TEXTS))]
     texts += [text.replace(" ", "") for text in TEXTS] + [text.upper() for text in TEXTS]
     texts += [f"x{name}y" for name in names] + [f" {name} " for name in names] + list(names)
@@ -247,7 +247,7 @@ def probes(names: Iterable[str], pieces: Iterable[str]) -> list[str]:
 
 
 def check_equal_ids(path: str, name: str, texts: Sequence[str], encode: Encode, exact: Encode) -> None:
-    """Raises BadInput with the text if the ids of the encoder `name` differ from the ids of `exact`."""
+    """Raises BadInput if the encoder `name` and the encoder `exact` return different ids for a text."""
     ours, theirs = encode(texts), exact(texts)
     if np.array_equal(ours.lengths, theirs.lengths) and np.array_equal(ours.ids, theirs.ids):
         return
@@ -260,13 +260,13 @@ def check_equal_ids(path: str, name: str, texts: Sequence[str], encode: Encode, 
             ids = [ids[first : first + SHOWN_IDS].tolist() for ids in (got, wanted)]
             shown = f"the text {shown} from token {first}: {ids[0]} and {ids[1]}"
             raise BadInput(
-                f"{path}: {name} and the tokenizers package differ for {shown}; set encode.encoder=exact in the recipe "
-                f"of `jaxscale prepare`, or uninstall {name} when training from text"
+                f"{path}: the ids of {name} and of the tokenizers package differ for {shown}; set encode.encoder=exact "
+                f"in the recipe of `jaxscale prepare`; if you train from text, uninstall {name}"
             )
 
 
 def with_spot_checks(path: str, name: str, encode: Encode, exact: Encode, every: int) -> Encode:
-    """Returns an encoder that compares one of `every` texts, selected by a hash of the beginning, with `exact`."""
+    """Returns an encoder that compares about one in `every` texts, selected by a hash, with `exact`."""
 
     def encode_and_compare(texts: Sequence[str]) -> EncodedBlock:
         block = encode(texts)

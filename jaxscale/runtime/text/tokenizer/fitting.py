@@ -14,14 +14,14 @@ from jaxscale.system.exits import BadInput
 
 
 def fits(tokenizer: Tokenizer, vocab_size: int) -> bool:
-    """Returns True if all ids of text and the begin and end tokens are below vocab_size."""
+    """Returns True if the ids of ordinary text, begin tokens and the end token are all below vocab_size."""
     ends = max(tokenizer.eos_id, *tokenizer.begin_ids, 0)
     is_text = (tokenizer.token_bytes[vocab_size:] > 0) | tokenizer.fallback[vocab_size:]
     return ends < vocab_size and not is_text.any()
 
 
 def describe_unused(tokenizer: Tokenizer, vocab_size: int) -> str:
-    """Returns a message, to append to the tokenizer's name, about special tokens outside the vocabulary; or ''."""
+    """Returns 'has special tokens outside the model's vocabulary, ...', or '' if there are no such tokens."""
     names = sorted(name for name, i in tokenizer.special_ids.items() if i >= vocab_size)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     line = f"has special tokens outside the model's vocabulary, which are not used: {', '.join(names[:3])}{more}"
@@ -29,12 +29,12 @@ def describe_unused(tokenizer: Tokenizer, vocab_size: int) -> str:
 
 
 def limit_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
-    """Returns the tokenizer or, if it has more ids than the model, a BoundedTokenizer."""
+    """Returns the tokenizer, wrapped in a BoundedTokenizer if it has more ids than the model."""
     return tokenizer if tokenizer.vocab_size <= vocab_size else cast(Tokenizer, BoundedTokenizer(tokenizer, vocab_size))
 
 
 class BoundedTokenizer:
-    """A tokenizer that raises BadInput for text with an id outside the model's vocabulary."""
+    """Tokenizer that raises BadInput for text with token ids outside the model's vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         self._tokenizer = tokenizer
@@ -67,7 +67,7 @@ class BoundedTokenizer:
 
 
 class BoundedIds(dict[str, int]):
-    """Dict {name: id} that raises BadInput for access to an id outside the model's vocabulary."""
+    """Dict {name: id} that raises BadInput on access to an id outside the model's vocabulary."""
 
     vocab_size = 0
 

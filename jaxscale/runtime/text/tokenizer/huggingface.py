@@ -37,7 +37,7 @@ PREFIX = "##"  # prefix of WordPiece pieces that do not begin a word
 class HuggingFaceTokenizer(Tokenizer):
     """Tokenizer of a tokenizer.json or vocab.txt. Names of special tokens in text are encoded as plain text.
 
-    Batches of texts are encoded by the fastest encoder with the same ids (see fast.py), named by `encoder`.
+    Batches of texts are encoded by the fastest package that gives the same ids (see fast.py).
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class HuggingFaceTokenizer(Tokenizer):
         self.token_bytes, self.fallback = self._count_bytes(json.loads(self._tokenizer.to_str()))
 
     def saved_file(self) -> tuple[str, bytes]:
-        """Returns (name, content) of a single file that gives the same ids, a tokenizer.json if tokens were added."""
+        """Returns (name, content) of a tokenizer file that gives the same ids and includes added tokens."""
         if self._is_changed:
             return JSON, self._tokenizer.to_str().encode()
         return VOCAB_TXT if self.name.endswith(".txt") else JSON, foreign.read_named(self.name, LARGEST)
 
     def _restarts_after_special(self) -> bool:
-        """Returns True if text after a special token is encoded as at the start of a document."""
+        """Returns True if text after a special token is encoded like text at the start of a document."""
         name = next((name for name, i in self.special_ids.items() if i == self.eos_id), "")
         self._tokenizer.encode_special_tokens = False
         with self._works():
@@ -98,7 +98,7 @@ class HuggingFaceTokenizer(Tokenizer):
             return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_block(self, texts: Sequence[str]) -> EncodedBlock:
-        """Encodes texts into one array. Raises BadInput for invalid Unicode, and if checked ids of encoders differ."""
+        """Encodes texts into one array. Raises BadInput for invalid Unicode, or if encoders give different ids."""
         try:
             return self._fast[1](texts)
         except (TypeError, UnicodeEncodeError):  # raised by the packages for invalid Unicode
@@ -108,7 +108,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @functools.cached_property
     def _fast(self) -> tuple[str, Encode]:
-        """Returns (name, encode) of the fast encoder, which is created and tested at first use."""
+        """Returns (package, encode) of the fast encoder, which is created and checked at its first use."""
         return make_encode(self.name, json.loads(self._tokenizer.to_str()), self._encode_exactly, self._encoding)
 
     def _encode_exactly(self, texts: Sequence[str]) -> EncodedBlock:
@@ -123,14 +123,14 @@ class HuggingFaceTokenizer(Tokenizer):
             return self._tokenizer.decode(np.asarray(ids, np.int64).tolist(), skip_special_tokens=True)
 
     def _works(self) -> contextlib.AbstractContextManager[None]:
-        """Converts errors of the tokenizers package to BadInput, for files that can be loaded but cannot encode."""
+        """Converts errors of the tokenizers package to BadInput. Some files can be loaded but fail to encode."""
         return library_errors(f"data.tokenizer={self.name} cannot be used")
 
     def _count_bytes(self, spec: dict) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (token_bytes, fallback).
+        """Returns the arrays token_bytes and fallback of Tokenizer.
 
-        Bytes are exact for byte-level models and SentencePiece's alphabet. Otherwise the bytes of the token's name are
-        counted. All counts are after normalization (lower case, NFC).
+        The counts are exact for byte-level models and SentencePiece's alphabet. For other models, the bytes of the
+        token's name are counted. Text is counted after normalization (lower case, NFC).
         """
         byte_level = '"ByteLevel"' in json.dumps([spec.get("pre_tokenizer"), spec.get("decoder")])
         unknown = (spec.get("model") or {}).get("unk_token")
@@ -158,7 +158,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def read_file(path: str, neighbors: Neighbors) -> tuple[tokenizers.Tokenizer, bool]:
-    """Returns (tokenizer of a file with the tokens of `neighbors`, True if it differs from the file)."""
+    """Returns (tokenizer with the added tokens of `neighbors`, True if it differs from the file)."""
     content, settings = foreign.read_named(path, LARGEST), dict(neighbors.settings)
     if path.endswith(".model"):
         from jaxscale.runtime.text.tokenizer.sentencepiece import convert
@@ -174,7 +174,7 @@ def read_file(path: str, neighbors: Neighbors) -> tuple[tokenizers.Tokenizer, bo
     for name in ("dropout", "alpha", "nbest_size"):  # with random ids, training would not be reproducible
         if value := getattr(made.model, name, None):
             raise BadInput(
-                f"data.tokenizer={path}: {name}={value} in its model makes the ids random; set "
+                f"data.tokenizer={path} has the model setting {name}={value}, which makes token ids random; set "
                 f'"{name}" to null in the file'
             )
     declared, actual = settings.get("add_prefix_space"), getattr(made.pre_tokenizer, "add_prefix_space", None)
@@ -189,22 +189,22 @@ def read_file(path: str, neighbors: Neighbors) -> tuple[tokenizers.Tokenizer, bo
 
 
 def check_text(text: str) -> None:
-    """Raises BadInput if the text has a lone surrogate, which UTF-8 cannot encode."""
+    """Raises BadInput if the text has an unpaired surrogate, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         shown = text[max(0, error.start - 20) : error.start + 20]
-        raise BadInput(f"unpaired surrogate at character {error.start} of a text, near {shown!r}") from None
+        raise BadInput(f"a text has an unpaired surrogate at character {error.start}, near {shown!r}") from None
 
 
 def read_vocab_txt(content: bytes, lowercase: bool | None = None) -> tokenizers.Tokenizer:
-    """Returns the tokenizer of a vocab.txt. lowercase: None to detect lower case from the pieces."""
+    """Returns the tokenizer of a vocab.txt. If `lowercase` is None, it is inferred from the pieces."""
     pieces = content.decode().removesuffix("\n").split("\n")
     ids = {piece.removesuffix("\r"): i for i, piece in enumerate(pieces)}
     if "[UNK]" not in ids:
-        raise BadInput("it has no [UNK] token")
+        raise BadInput("the file has no [UNK] token")
     if len(ids) != len(pieces):
-        raise BadInput(f"{len(pieces) - len(ids)} of its {len(pieces)} lines are duplicates")
+        raise BadInput(f"{len(pieces) - len(ids)} of the {len(pieces)} lines are duplicates")
     words = [piece for piece in ids if not (piece.startswith("[") and piece.endswith("]"))]
     uncased = not any("A" <= character <= "Z" for piece in words for character in piece)
     uncased = uncased if lowercase is None else lowercase
@@ -216,8 +216,8 @@ def build_wordpiece(
 ) -> tokenizers.Tokenizer:
     """Builds a WordPiece tokenizer. ids: {piece: id}. special: names of special tokens.
 
-    BERT's normalizer removes control characters and adds spaces around Chinese characters. Published models are uncased
-    (lower case, without accents) or cased (without these changes).
+    BERT's normalizer removes control characters and adds spaces around Chinese characters. For uncased models, it also
+    converts text to lower case and removes accents.
     """
     tokenizer = tokenizers.Tokenizer(models.WordPiece(ids, unk_token="[UNK]", continuing_subword_prefix=PREFIX))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
@@ -228,10 +228,10 @@ def build_wordpiece(
 
 
 def train_wordpiece(texts: Sequence[str], cfg: TrainTokenizerConfig) -> tokenizers.Tokenizer:
-    """Trains a WordPiece tokenizer with up to cfg.vocab_size pieces, independent of the order of `texts`.
+    """Trains a WordPiece tokenizer with at most cfg.vocab_size pieces. The order of `texts` has no effect.
 
-    The trainer numbers characters within words in a random order, which affects ties. To be deterministic, both forms
-    of each character are passed first, as special tokens.
+    The trainer numbers the characters inside words in a random order, which affects ties. For a fixed order, every
+    character is passed as a special token, with and without the prefix.
     """
     special, normaliser = special_names(cfg), dict(lowercase=cfg.lowercase, strip_accents=cfg.strip_accents)
     tokenizer = build_wordpiece({"[UNK]": 0}, (), **normaliser)
@@ -245,7 +245,7 @@ def train_wordpiece(texts: Sequence[str], cfg: TrainTokenizerConfig) -> tokenize
     if len(first) > cfg.vocab_size:
         raise BadInput(
             f"vocab_size={cfg.vocab_size} is too small for {len(special)} special tokens and {len(alphabet)} "
-            "characters in two forms each; raise vocab_size, or reduce max_alphabet"
+            "characters, which need two ids each; increase vocab_size, or reduce max_alphabet"
         )
     trainer = trainers.WordPieceTrainer(
         vocab_size=cfg.vocab_size, special_tokens=first, initial_alphabet=alphabet, limit_alphabet=len(alphabet),

@@ -38,7 +38,7 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt")  # in order of priori
 
 
 class ByteTokenizer(Tokenizer):
-    """Lossless tokenizer without training: ids 0 to 255 are UTF-8 bytes, and 256 is the end token."""
+    """Lossless tokenizer that needs no training: ids 0 to 255 are UTF-8 bytes, and 256 is the end token."""
 
     name = "bytes"
     vocab_size = 257
@@ -69,11 +69,11 @@ class ByteTokenizer(Tokenizer):
 def load_tokenizer(
     name: str, eos_token: str = "", bos_token: str = "", encoding: EncodeConfig = EXACT_OR_FAST
 ) -> Tokenizer:
-    """Loads a tokenizer. name: 'bytes', or the path of a tokenizer.json, SentencePiece .model or WordPiece vocab.txt.
+    """Loads a tokenizer. `name` is 'bytes' or the path of a tokenizer.json, .model (SentencePiece) or vocab.txt.
 
-    eos_token: end token; empty: from the settings in the folder, else one of EOS_NAMES. bos_token: begin token; empty:
-    from the settings in the folder, else from the tokenizer file; 'none': no begin token. encoding: settings of the
-    encoder of a tokenizer.json. Raises: BadInput for an invalid name.
+    If `eos_token` is empty, the settings in the tokenizer's folder or else EOS_NAMES determine the end token. If
+    `bos_token` is empty, these settings or else the tokenizer file determine the begin tokens; 'none' means that there
+    is no begin token. Raises BadInput for an invalid name.
     """
     if problem := tokenizer_problem(name):
         raise BadInput(problem)
@@ -94,7 +94,7 @@ def load_tokenizer(
     tokenizer = read_tokenizer(str(path), ends, begins, path.stat().st_mtime_ns, encoding, neighbors)
     if bos_token and begin_names(tokenizer) != begins:
         raise BadInput(
-            f"data.bos_token={bos_token} is not a special token of {name}; use a special token of the file, or none"
+            f"data.bos_token={bos_token} is not a special token of {name}; set it to a special token, or to none"
         )
     return tokenizer
 
@@ -108,7 +108,7 @@ def read_tokenizer(
     encoding: EncodeConfig,
     neighbors: Neighbors,
 ) -> Tokenizer:
-    """Loads a tokenizer file. Results are cached, because large files take 0.5 s and are loaded repeatedly."""
+    """Loads a tokenizer file. Results are cached, because a large file takes 0.5 s to load."""
     if path.endswith(".model"):
         from jaxscale.runtime.text.tokenizer.sentencepiece import SentencePieceTokenizer, is_converted
 
@@ -120,7 +120,7 @@ def read_tokenizer(
 
 
 def tokenizer_problem(name: str) -> str | None:
-    """Returns an error message if `name` is not 'bytes' or the path of a tokenizer file, which is not opened."""
+    """Returns an error message if `name` is neither 'bytes' nor the path of a tokenizer file, or None."""
     if name == "bytes":
         return None
     if "://" in name:
@@ -184,15 +184,15 @@ def tokenizer_folder(tokenizer: Tokenizer) -> Path | None:
 def begin_tokens(about: TokenizerFolder, bos_token: str) -> tuple[str, ...] | None:
     """Returns the names of the begin tokens, or None to use the begin tokens in the tokenizer file.
 
-    bos_token: value of data.bos_token. If empty, uses the begin tokens recorded by a run, else add_bos_token, which
-    Llama's tokenizers use in transformers 4 (transformers 5 uses only tokenizer.json).
+    `bos_token` is data.bos_token. If it is empty, uses the begin tokens that a run recorded, or else add_bos_token,
+    which transformers 4 reads for Llama's tokenizers (transformers 5 reads only tokenizer.json).
     """
     if bos_token:
         return () if bos_token == NO_BOS else (bos_token,)
     if about.note:
         recorded = about.note.get("begin_tokens", [])
         if not isinstance(recorded, list) or not all(isinstance(name, str) for name in recorded):
-            raise BadInput(f"{about.folder}/{NOTE}: begin_tokens={recorded!r:.80} must be a list of names; fix it")
+            raise BadInput(f"{about.folder}/{NOTE}: begin_tokens={recorded!r:.80} must be a list of token names")
         return tuple(recorded)
     if (add_bos := about.settings.get("add_bos_token")) is False:
         return ()
@@ -200,34 +200,34 @@ def begin_tokens(about: TokenizerFolder, bos_token: str) -> tuple[str, ...] | No
 
 
 def bos_setting(begin_tokens: Sequence[str]) -> str:
-    """Returns data.bos_token for these tokens; '' for several tokens, which only the tokenizer file can define."""
+    """Returns the value of data.bos_token for these tokens, or '' for several tokens, which it cannot express."""
     return NO_BOS if not begin_tokens else begin_tokens[0] if len(begin_tokens) == 1 else ""
 
 
 def end_ids(tokenizer: Tokenizer, about: TokenizerFolder) -> tuple[int, ...]:
-    """Returns the ids that end generation, which are eos_id and the ids in generation_config.json."""
+    """Returns the ids that end generation: eos_id and the ids in generation_config.json."""
     found = about.generation.get("eos_token_id")
     more = [] if found is None else found if isinstance(found, list) else [found]
     if not all(type(one) is int and one >= 0 for one in more):
         raise BadInput(
-            f"{about.folder}/{GENERATION}: eos_token_id={found!r:.80} must be an id, or a list of ids; fix it"
+            f"{about.folder}/{GENERATION}: eos_token_id={found!r:.80} must be a token id or a list of token ids"
         )
     return tuple(dict.fromkeys([tokenizer.eos_id, *more]))
 
 
 def find_template(about: TokenizerFolder) -> tuple[str, str] | None:
-    """Returns (chat template, its file) or None. Raises BadInput for several templates without a default."""
+    """Returns (chat template, path of its file), or None. Raises BadInput if no template is named default."""
     named, where = named_templates(about)
     if named and "default" not in named:
         raise BadInput(
-            f"{where} has the chat templates {', '.join(named)}, but none is called default; write the intended "
-            f"template to {Path(about.folder or '') / TEMPLATE}, or set data.chat.template to a file"
+            f"{where} has the chat templates {', '.join(named)}, but none is named default; copy the template to "
+            f"use to {Path(about.folder or '') / TEMPLATE}, or set data.chat.template to its file"
         )
     return (named["default"], where) if named else None
 
 
 def named_templates(about: TokenizerFolder) -> tuple[dict[str, str], str]:
-    """Returns ({name: chat template}, location), from files, settings, or chat_template.json, as in transformers."""
+    """Returns ({name: chat template}, path of their file or folder), found in the same order as in transformers."""
     if about.folder is None:
         return {}, ""
     found, where = {}, about.folder / TEMPLATE
@@ -251,7 +251,7 @@ def named_templates(about: TokenizerFolder) -> tuple[dict[str, str], str]:
 
 
 def read_source(path: Path, name: str) -> str:
-    """Returns the content of a template file in the settings, which may be a link. name: name for error messages."""
+    """Returns the content of a template file set by the user, which may be a link. `name` is for error messages."""
     try:
         with foreign.open_regular(path) as file:
             return decode_template(foreign.read_at_most(file, path, LARGEST_TEMPLATE), name)
@@ -277,7 +277,7 @@ class SavedTokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, workdir: Any, chat: Mapping[str, Any] | None = None) -> None:
-    """Writes WORKDIR/tokenizer/ for open_saved, unless it is up to date. chat: ChatTemplate.note of a chat run."""
+    """Writes WORKDIR/tokenizer/ for open_saved, unless it is up to date. `chat`: ChatTemplate.note of a chat run."""
     folder = paths.as_path(workdir) / FOLDER
     note: dict[str, Any] = {name: getattr(tokenizer, name) for name in ("name", "eos_token", "fingerprint")}
     note |= {"begin_tokens": list(begin_names(tokenizer))}
@@ -307,15 +307,15 @@ def open_saved(
 ) -> SavedTokenizer | None:
     """Returns the tokenizer of a work folder, or None if neither the folder nor the settings have a tokenizer.
 
-    data: data settings of the run, used if the folder has no tokenizer. converted: True for an imported model, for
-    which missing settings do not imply bytes. named: tokenizer to use if the folder has none.
-    Raises: BadInput for a file that cannot be read, or that differs from the run's tokenizer.
+    data: the run's data settings, used if the folder has no tokenizer. converted: True for an imported model, which
+    does not use bytes by default. named: tokenizer to use if the folder has none.
+    Raises BadInput if a file cannot be read or differs from the run's tokenizer.
     """
     folder = paths.as_path(workdir) / FOLDER
     foreign.check_folder(folder, workdir)
     folder = local_copy(folder)
     if folder is not None and named:
-        raise BadInput(f"tokenizer={named}: {workdir} already has a tokenizer in {FOLDER}/; omit tokenizer=")
+        raise BadInput(f"tokenizer={named} is not needed: {workdir} has a tokenizer in {FOLDER}/; omit tokenizer=")
     if folder is not None:
         return read_folder(folder)
     if named:
@@ -330,7 +330,7 @@ def open_saved(
 
 
 def default_tokenizer(data: Mapping[str, Any]) -> str:
-    """Returns the tokenizer of a run without a recorded tokenizer; '' if unknown or trained on token ids."""
+    """Returns 'bytes', the tokenizer of a run whose settings name none, or '' if the run used token ids."""
     is_known = data.get("name") not in ("tokens", "synthetic", None)
     return "bytes" if is_known and (data["name"] == "stdlib" or "ids_field" not in data) else ""
 
@@ -355,17 +355,17 @@ def read_folder(folder: Path) -> SavedTokenizer:
     else:
         name = next((name for name in FILES if foreign.is_file(folder / name)), None)
         if name is None:
-            raise BadInput(f"{folder} contains none of {', '.join(FILES)}; copy the model's tokenizer there")
+            raise BadInput(f"{folder} contains none of {', '.join(FILES)}; copy the model's tokenizer to it")
         tokenizer = load_tokenizer(str(folder / name))
         recorded = about.note.get("fingerprint", tokenizer.fingerprint)  # older fingerprints exclude begin tokens
         older = lambda: load_tokenizer(str(folder / name), bos_token=NO_BOS).fingerprint
         if recorded != tokenizer.fingerprint and recorded != older():
-            raise BadInput(f"{folder / name} is not the tokenizer of the run; restore the original")
+            raise BadInput(f"{folder / name} is not the tokenizer that the run used; restore the original")
     return SavedTokenizer(tokenizer, end_ids(tokenizer, about), about)
 
 
 def local_copy(folder: Any) -> Path | None:
-    """Returns a local folder, or a copy in the cache of a folder in a bucket; None if the folder has no tokenizer."""
+    """Returns the folder, or a copy in the local cache if it is in a bucket; None if it has no tokenizer."""
     names = [name for name in (*FILES, *COMPANIONS) if (folder / name).exists()]
     if not names or not paths.is_remote(folder):
         return Path(folder) if names else None

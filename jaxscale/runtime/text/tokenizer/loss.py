@@ -23,7 +23,7 @@ KINDS = (MISSING, SPACES, CHANGED)
 
 @dataclasses.dataclass
 class TextLoss:
-    """Counts of characters in sampled texts that are lost by encoding and decoding."""
+    """Counts of the characters in sampled texts that encoding and decoding lose."""
 
     texts: int = 0
     characters: int = 0
@@ -50,7 +50,7 @@ class TextLoss:
         return self.lost > MUCH * self.characters
 
     def line(self, name: str, reason: str = "") -> str:
-        """Returns a log line with amounts, kinds and examples. reason: cause of the loss, if known."""
+        """Returns a log line with the lost characters by kind and an example. `reason`: cause, if known."""
         found = [f"{self.kinds[kind]:,} {kind}" for kind in KINDS if self.kinds[kind]]
         letters = " ".join(repr(letter) for letter, _ in self.letters.most_common(LETTERS))
         shown = "{!r} is decoded as {!r}".format(*self.example) if self.example else ""

@@ -37,8 +37,8 @@ def train_tokenizer(texts: Iterable[str], cfg: TrainTokenizerConfig, path: str |
     sampled = sample(texts, cfg.sample_bytes, cfg.seed)
     if not sampled:
         raise BadInput(
-            f"no text for training {path}, or none fits in sample_bytes={cfg.sample_bytes}; add text, or raise "
-            "sample_bytes"
+            f"{path} cannot be trained: there is no text, or no text fits in sample_bytes={cfg.sample_bytes}; add "
+            "text, or increase sample_bytes"
         )
     content, vocab_size = train(sampled, cfg)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def train(texts: list[str], cfg: TrainTokenizerConfig) -> tuple[bytes, int]:
 
 
 def sample(texts: Iterable[str], sample_bytes: int, seed: int) -> list[str]:
-    """Returns the texts with the smallest hashes, up to `sample_bytes` of UTF-8, in the order of the hashes.
+    """Returns the texts with the smallest hashes, at most `sample_bytes` of UTF-8, sorted by hash.
 
     The sample depends on the seed but not on the order of `texts`. Long documents are split into pieces.
     """

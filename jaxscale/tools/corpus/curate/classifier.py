@@ -57,7 +57,7 @@ def make_classifier(cfg: ClassifierConfig) -> Stage:
 
 
 def make_scorer(cfg: ClassifierConfig) -> Callable[[Sequence[Document]], list[float]]:
-    """Returns a function that scores documents, rounded to 4 decimals because the last bits depend on the machine."""
+    """Returns a function that scores documents. Scores are rounded, because their last digits depend on the machine."""
     if cfg.weights.endswith(FASTTEXT):
         return fasttext_scorer(cfg)
     weights, bias, ngram_words, max_words = read_model(cfg.weights)
@@ -70,7 +70,7 @@ def make_scorer(cfg: ClassifierConfig) -> Callable[[Sequence[Document]], list[fl
 
 
 def fasttext_scorer(cfg: ClassifierConfig) -> Callable[[Sequence[Document]], list[float]]:
-    """Returns a function that gives fastText's probability of cfg.label. Raises BadInput if the model lacks it."""
+    """Returns a function that computes fastText's probability of cfg.label. Raises BadInput for an unknown label."""
     with importing(f"classifier.weights={cfg.weights}", "fasttext", "pip install fasttext-predict"):
         import fasttext
     try:
@@ -89,7 +89,7 @@ def fasttext_scorer(cfg: ClassifierConfig) -> Callable[[Sequence[Document]], lis
 
 
 def ngram_indices(words: np.ndarray, ngram_words: int, max_words: int, size: int) -> np.ndarray:
-    """Returns int64[k], the weight indices of all n-grams of up to ngram_words words. `size` must be a power of two."""
+    """Returns int64[k], the indices of the weights of all n-grams of 1 to ngram_words words. `size`: a power of two."""
     words = words[: max_words or None]
     shift = np.uint64(64 - (size.bit_length() - 1))
     found = [ngram_hashes(words, n) >> shift for n in range(1, ngram_words + 1)]
@@ -97,7 +97,7 @@ def ngram_indices(words: np.ndarray, ngram_words: int, max_words: int, size: int
 
 
 def scores(rows: Sequence[np.ndarray], weights: np.ndarray, bias: float) -> np.ndarray:
-    """Returns float64[n], the probability that each row is a good example: logistic(mean weight + bias)."""
+    """Returns float64[n], the probability that each document is good: logistic(mean n-gram weight + bias)."""
     lengths = np.array([len(row) for row in rows], np.int64)
     flat = np.concatenate([np.zeros(0, np.int64), *rows])
     sums = np.concatenate([[0.0], np.cumsum(weights.take(flat), dtype=np.float64)])
@@ -107,9 +107,9 @@ def scores(rows: Sequence[np.ndarray], weights: np.ndarray, bias: float) -> np.n
 
 
 def train_classifier(good: Iterable[str], bad: Iterable[str], cfg: ClassifierConfig) -> tuple[bytes, dict[str, Any]]:
-    """Returns (content of the weights file, facts for the report). The order of the examples does not matter.
+    """Returns (content of the weights file, facts for the report). The order of the examples has no effect.
 
-    Texts in both sets are ignored. Raises BadInput for fewer than MIN_EXAMPLES examples of either kind.
+    Texts that are both good and bad are ignored. Raises BadInput for fewer than MIN_EXAMPLES good or bad texts.
     """
     kinds = [sample_texts(texts, cfg.max_examples) for texts in (good, bad)]
     both = kinds[0].keys() & kinds[1].keys()
@@ -117,7 +117,7 @@ def train_classifier(good: Iterable[str], bad: Iterable[str], cfg: ClassifierCon
     for name, kind in zip(("good", "bad"), chosen):
         if len(kind) < MIN_EXAMPLES:
             raise BadInput(
-                f"classifier.{name} has {len(kind)} distinct texts that are not in the other set; provide at "
+                f"classifier.{name} has {len(kind)} distinct texts, excluding texts in both good and bad; provide at "
                 f"least {MIN_EXAMPLES}, preferably thousands"
             )
     keys = [key for kind in chosen for key in kind]
@@ -127,7 +127,7 @@ def train_classifier(good: Iterable[str], bad: Iterable[str], cfg: ClassifierCon
     good = np.arange(len(keys)) < len(chosen[0])
     for part in (good[~is_test], good[is_test]):
         if part.all() or not part.any():
-            raise BadInput(f"classifier.held_out={cfg.held_out} leaves a split with one kind; provide more examples")
+            raise BadInput(f"classifier.held_out={cfg.held_out} leaves no good or no bad texts in a split; add texts")
     weights, bias = fit([rows[i] for i in np.flatnonzero(~is_test)], good[~is_test], cfg)
     test_scores, test_good = scores([rows[i] for i in np.flatnonzero(is_test)], weights, bias), good[is_test]
     facts = {"good": len(chosen[0]), "bad": len(chosen[1]), "in_both": len(both)}
@@ -148,7 +148,7 @@ def sample_texts(texts: Iterable[str], max_texts: int) -> dict[int, str]:
 
 
 def fit(indices: Sequence[np.ndarray], good: np.ndarray, cfg: ClassifierConfig) -> tuple[np.ndarray, float]:
-    """Returns (float32[2^bits], bias), trained with Adagrad (Duchi et al., 2011). Both kinds have equal weight."""
+    """Returns (weights float32[2^bits], bias), trained with Adagrad. Good and bad texts have equal total weight."""
     size, rng = 1 << cfg.bits, np.random.Generator(np.random.Philox(cfg.seed))
     weights, squares = np.zeros(size, np.float32), np.full(size, 1e-12, np.float32)
     bias = bias_squares = 0.0
@@ -171,7 +171,7 @@ def fit(indices: Sequence[np.ndarray], good: np.ndarray, cfg: ClassifierConfig) 
 
 
 def evaluate_scores(found: np.ndarray, good: np.ndarray) -> dict[str, Any]:
-    """Returns balanced accuracy, ROC AUC and the fractions above each threshold, on held-out examples."""
+    """Returns the balanced accuracy, the ROC AUC and, for each threshold, the fractions of good and bad texts above."""
     rank = np.argsort(np.argsort(found, kind="stable"), kind="stable")[good] + 1.0
     pairs = good.sum() * (~good).sum()
     above = lambda kind, least: float((found[kind] >= least).mean())
@@ -182,7 +182,7 @@ def evaluate_scores(found: np.ndarray, good: np.ndarray) -> dict[str, Any]:
 
 
 def read_model(path: str) -> tuple[np.ndarray, float, int, int]:
-    """Returns (weights, bias, ngram_words, max_words) of a file. Raises BadInput if it is invalid or truncated."""
+    """Returns (weights, bias, ngram_words, max_words) from a file. Raises BadInput if it is invalid or truncated."""
     try:
         content = foreign.read_named(path, MAX_FILE_BYTES)
     except OSError as error:
@@ -205,14 +205,14 @@ def read_model(path: str) -> tuple[np.ndarray, float, int, int]:
 
 
 def predict(texts: Sequence[str]) -> list[float]:
-    """Returns the probability of abuse of each text, rounded because the last bits depend on the machine."""
+    """Returns the probability that each text is abusive, rounded because the last digits depend on the machine."""
     with importing("the toxicity score", "alt-profanity-check", f"{PREPARE}, or set score=False"):
         import profanity_check  # loads its model file with joblib, from inside its package
     return [round(float(p), 4) for p in profanity_check.predict_prob(list(texts))] if texts else []
 
 
 def make_counter(words: Sequence[str]) -> Callable[[str], int]:
-    """Returns a function that counts listed entries in a text, as whole words in scripts that separate words."""
+    """Returns a function that counts the distinct entries of `words` in a text. Most scripts require whole words."""
     unspaced = [word for word in words if UNSPACED.search(word)]
     single = {word for word in words if WORD.fullmatch(word)}.difference(unspaced)
     others = [word for word in words if word not in single | set(unspaced)]
@@ -228,7 +228,7 @@ def make_counter(words: Sequence[str]) -> Callable[[str], int]:
 
 
 def make_toxicity(cfg: ToxicityConfig) -> Stage:
-    """Returns a stage that scores documents, and drops those above the threshold or with too many listed words."""
+    """Returns a stage that scores documents. Drops documents above the threshold or with too many listed words."""
     count = make_counter(read_words(cfg.word_list, "toxicity.word_list", "#")) if cfg.word_list else None
 
     def judge(doc: Document, score: float | None) -> Outcome:

@@ -35,7 +35,7 @@ check_rules = functools.partial(check_range, remark=", or None to turn off the r
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RepairConfig:
-    """Text repair and length limits. Reports count repairs and dropped documents by kind."""
+    """Text repair and length limits. Reports list the number of repaired and dropped documents by kind."""
 
     normalise: Literal["NFC", "NFKC", "off"] = setting(
         "NFC", "Unicode normal form; NFKC also replaces ligatures and full-width letters"
@@ -59,7 +59,7 @@ class RepairConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LanguageConfig:
-    """Languages to keep. The language and its probability are saved with every document."""
+    """Languages to keep. Each document is saved with its language and the probability of this language."""
 
     keep: tuple[str, ...] = setting((), "ISO 639 codes of the languages to keep, such as ('en', 'de'); empty: all")
     min_probability: float = setting(0.0, "drop documents whose language has a lower probability; 0: drop none")
@@ -83,7 +83,7 @@ class LanguageConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RepetitionConfig:
-    """Thresholds of arXiv:2112.11446, table A1; None turns off a rule. Fractions are relative to the whole text."""
+    """Thresholds of arXiv:2112.11446, table A1; None turns off a rule. Fractions refer to the whole text."""
 
     words: WordKind = setting("whitespace", WORDS_HELP)
     max_duplicate_lines: float | None = setting(0.30, "maximum fraction of lines that repeat an earlier line")
@@ -106,7 +106,7 @@ class RepetitionConfig:
         check_rules(self, 0, 1, *(field.name for field in dataclasses.fields(self) if field.name != "words"))
 
     def ngram_rules(self, kind: Literal["top", "duplicate"]) -> list[tuple[int, float]]:
-        """Returns (n, threshold) of the enabled rules for the most frequent, or for duplicate, n-grams."""
+        """Returns (n, threshold) of each enabled rule for the most frequent n-gram or for duplicate n-grams."""
         pairs = ((n, getattr(self, f"max_{kind}_{n}gram", None)) for n in range(2, 11))
         return [(n, most) for n, most in pairs if most is not None]
 
@@ -115,7 +115,7 @@ class RepetitionConfig:
 class GopherConfig:
     """Thresholds of arXiv:2112.11446; None turns off a rule.
 
-    With words="spacy", a punctuation mark counts as a word in the ratios, but not in word counts and word lengths.
+    With words="spacy", punctuation marks count as words in ratios, but not in word counts or word lengths.
     """
 
     words: WordKind = setting("whitespace", WORDS_HELP)
@@ -146,8 +146,8 @@ class GopherConfig:
 class C4Config:
     """Rules of arXiv:1910.10683, section 2.2; None or False turns off a rule. Removed lines are counted as edits.
 
-    The defaults follow the published code (c4_utils.py of TensorFlow Datasets) and the paper's journal version. The
-    paper's first version, datatrove and FineWeb use 3 words and 5 sentences, and also accept ' as an end mark.
+    The defaults are those of the published code (c4_utils.py in TensorFlow Datasets) and the paper's journal version.
+    The paper's first version, datatrove and FineWeb use 3 words and 5 sentences, and also ' as an end mark.
     """
 
     terminal_punctuation: bool = setting(True, "keep only lines that end with one of end_marks, but not with '...'")
@@ -166,8 +166,8 @@ class C4Config:
         check_rules(self, 1, math.inf, "min_line_words", "max_word_length", "min_sentences")
         if not self.end_marks or not all(mark.strip() for mark in self.end_marks):
             raise BadInput(
-                f"end_marks={self.end_marks!r} must be non-blank strings; set terminal_punctuation=False to keep "
-                "all lines"
+                f"end_marks={self.end_marks!r} must be non-blank strings; to accept any line end, set "
+                "terminal_punctuation=False"
             )
 
 
@@ -189,7 +189,7 @@ class FineWebConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LicenceConfig:
-    """Licences to keep, matched with the licence in the file. Case is ignored; * and ? are wildcards."""
+    """Licences to keep, compared with each document's licence. Case is ignored; * and ? are wildcards."""
 
     allow: tuple[str, ...] = setting((), "licences to keep, such as ('cc-by-*', 'mit'); empty: all except denied ones")
     deny: tuple[str, ...] = setting((), "licences to drop even if allowed, such as ('*-nc-*', '*-nd-*')")
@@ -222,7 +222,7 @@ class ToxicityConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClassifierConfig:
-    """Quality classifier. Its score, from 0 to 1, is the column "quality" and is high for text similar to `good`."""
+    """Quality classifier. Its score (column "quality"), from 0 to 1, is high for text that resembles `good`."""
 
     good: tuple[str, ...] = setting((), "files of good training examples, in the formats of sources; globs allowed")
     bad: tuple[str, ...] = setting((), "files of bad training examples, such as a sample of the raw crawl")
@@ -249,9 +249,9 @@ class ClassifierConfig:
         check_least(self, 1, "ngram_words", "epochs", "max_examples")
         check_least(self, 0, "max_words", remark="; 0: all")
         if self.weights and (self.good or self.bad):
-            raise BadInput("weights selects a model, but good and bad train one; set either weights, or good and bad")
+            raise BadInput("set either weights, to use a trained model, or good and bad, to train a new model")
         if not 0 < self.held_out < 1:
-            raise BadInput(f"held_out={self.held_out} must be between 0 and 1; the model is evaluated on this fraction")
+            raise BadInput(f"held_out={self.held_out} is the fraction for evaluation, and must be between 0 and 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -303,13 +303,13 @@ class NearConfig:
 
     def __post_init__(self):
         if not 0 < self.threshold <= 1:
-            raise BadInput(f"threshold={self.threshold} is a Jaccard similarity and must be above 0 and at most 1")
+            raise BadInput(f"threshold={self.threshold} must be a Jaccard similarity above 0 and at most 1")
         check_least(self, 1, "ngram_words", "permutations", "bands", "rows")
         check_range(self, 0, (1 << 64) - 1, "seed")
         if not 0 < self.miss_weight < 1:
             raise BadInput(f"miss_weight={self.miss_weight} must be between 0 and 1")
         if (self.bands is None) != (self.rows is None):
-            raise BadInput(f"bands={self.bands} and rows={self.rows}: set both, or neither")
+            raise BadInput(f"bands={self.bands} and rows={self.rows} must be set together; set both, or neither")
         if self.bands is not None and self.rows is not None and self.bands * self.rows > self.permutations:
             raise BadInput(
                 f"bands={self.bands} with rows={self.rows} need a signature of {self.bands * self.rows} numbers, but "

@@ -32,7 +32,7 @@ THREE, SEVEN, ONE_BIT = np.int64(3), np.int64(7), np.uint8(1) << np.arange(8, dt
 
 
 class Evaluation(NamedTuple):
-    """N-grams of all items, sorted by the hash of their first words. An n-gram of two items has two entries."""
+    """N-grams of all items, sorted by the hash of their first words. An n-gram in two items has two entries."""
 
     search_words: int  # number of first words to look up; all words are compared after that
     heads: np.ndarray  # uint64[k]: hash of the first words
@@ -46,7 +46,7 @@ class Evaluation(NamedTuple):
 
 
 class EvaluationItem(NamedTuple):
-    """Texts of a record, or the lines of a paragraph in a text file."""
+    """The texts of a record, or the lines of a paragraph in a text file."""
 
     names: list[str]  # item name of each text; a record has one name, a line its own
     texts: list[str]
@@ -55,7 +55,7 @@ class EvaluationItem(NamedTuple):
 
 
 class Hits(NamedTuple):
-    """Occurrences of evaluation n-grams in documents, with one entry for each n-gram and item."""
+    """Occurrences of evaluation n-grams in documents. An n-gram in two items has two entries."""
 
     documents: np.ndarray  # int64[k]
     places: np.ndarray  # int64[k]: index of the n-gram's first word
@@ -63,7 +63,7 @@ class Hits(NamedTuple):
 
 
 def make_contamination(cfg: ContaminationConfig) -> Stage:
-    """Returns a stage that drops or cuts documents with evaluation items, and lists the items in `detail`."""
+    """Returns a stage that drops or cuts documents that contain evaluation items. `detail` lists the items."""
     if not cfg.is_named:
         return per_document(Outcome)
     evaluation = load_evaluation(cfg)
@@ -84,13 +84,13 @@ def make_contamination(cfg: ContaminationConfig) -> Stage:
 
 
 def count_items(cfg: ContaminationConfig) -> dict[str, int]:
-    """Returns the number of items, and of items too short to search for. Both are 0 for files=('none',)."""
+    """Returns the number of items and the number of items that are too short to search for."""
     counts = load_evaluation(cfg).counts if cfg.is_named else np.zeros(0, np.int64)
     return {"items": len(counts), "too_short": int((counts == 0).sum())}
 
 
 def find_hits(words: Sequence[np.ndarray], evaluation: Evaluation) -> Hits:
-    """Returns all occurrences of evaluation n-grams in documents, given by their word hashes."""
+    """Returns all occurrences of evaluation n-grams in documents. `words` has the word hashes of each document."""
     found = [np.zeros((3, 0), np.int64)]
     for group, hashes in ngram_groups(words, evaluation.search_words):
         maybe = bloom_lookup(evaluation, hashes)
@@ -129,7 +129,7 @@ def select(hits: Hits, mask: np.ndarray) -> Hits:
 def apply_action(
     document: Document, hits: Hits, items: np.ndarray, evaluation: Evaluation, cfg: ContaminationConfig
 ) -> Outcome:
-    """Returns the outcome: drops the document, or cuts the hits and their surroundings."""
+    """Returns the outcome of a document: it is dropped, or the hits and their surroundings are cut."""
     detail = ", ".join(evaluation.names[item] for item in items.tolist())  # 'gsm8k.jsonl:17, gsm8k.jsonl:21'
     if cfg.action == "drop":
         return Outcome(None, "contamination: evaluation item", detail=detail)
@@ -150,9 +150,9 @@ def apply_action(
 def load_evaluation(cfg: ContaminationConfig) -> Evaluation:
     """Returns the index of the items in the configured files.
 
-    Without cfg.fields, all texts of a record are indexed, including those in nested lists and dicts. Short texts that
-    more than MAX_ITEMS items share, such as instructions, are ignored.
-    Raises BadInput for a file that is missing, damaged, of an unknown type, or without text.
+    Without cfg.fields, all texts of a record are indexed, including texts in nested lists and dicts. Short texts that
+    occur in more than MAX_ITEMS items, such as instructions, are ignored.
+    Raises BadInput if a file is missing or damaged, has an unknown type, or contains no text.
     """
     names: list[str] = []
     search_words = min(cfg.ngram_words, cfg.short_words or cfg.ngram_words)
@@ -181,7 +181,7 @@ def load_evaluation(cfg: ContaminationConfig) -> Evaluation:
 def item_ngrams(
     item: EvaluationItem, numbers: Mapping[str, int], ngram_words: int, search_words: int
 ) -> Iterator[np.ndarray]:
-    """Yields uint64[4, k]: heads, wholes, sizes and item numbers of an item's n-grams. A short text is one n-gram."""
+    """Yields uint64[4, k]: head, whole, size and item number of each n-gram. A short text is one n-gram."""
     words = [word_hashes(text) for text in item.texts]
     owners = [np.full(len(row), numbers[name], np.uint64) for row, name in zip(words, item.names)]
     if item.spans_texts:
@@ -213,7 +213,7 @@ def make_index(
 
 
 def bloom_lookup(evaluation: Evaluation, hashes: np.ndarray) -> np.ndarray:
-    """Returns int64[k], the sorted indices of hashes that may be heads. There are no false negatives (Bloom, 1970)."""
+    """Returns int64[k], the sorted indices of hashes that are probably heads, without false negatives."""
     first, _ = bloom_positions(hashes, evaluation.bits)
     maybe = np.flatnonzero(evaluation.filter.take(first >> THREE) & ONE_BIT.take(first & SEVEN))
     _, second = bloom_positions(hashes[maybe], evaluation.bits)
@@ -221,20 +221,20 @@ def bloom_lookup(evaluation: Evaluation, hashes: np.ndarray) -> np.ndarray:
 
 
 def bloom_positions(hashes: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the two bit positions of each hash in a filter of 2^bits bits, from its upper and lower bits."""
+    """Returns the two bit positions of each hash in a Bloom filter (Bloom, 1970) of 2^bits bits."""
     return (hashes >> np.uint64(64 - bits)).view(np.int64), (hashes & np.uint64((1 << bits) - 1)).view(np.int64)
 
 
 def list_evaluation_files(files: Sequence[str], say: Callable[[str], None] = ignore_line) -> list[Path]:
-    """Returns the files that match the names or globs, sorted. Raises BadInput for a name without a match."""
+    """Returns the files that match the names or globs, sorted. Raises BadInput if a name has no match."""
     found, problems = list_files(tuple(files), "decontaminate.files", "items", say=say)
     if problems:
-        raise BadInput(f"{problems[0]}; set decontaminate.files to evaluation files")
+        raise BadInput(f"{problems[0]}; set decontaminate.files to existing files")
     return [Path(file.path) for file in found]
 
 
 def read_items(path: Path, fields: frozenset[str]) -> Iterator[EvaluationItem]:
-    """Yields each record with text, or each paragraph of a text file. Raises BadInput with the file and the line."""
+    """Yields each record that has text, or each paragraph of a text file. Raises BadInput for an invalid file."""
     kind = kind_of(path)
     if kind not in (".txt", *ENDINGS):
         raise BadInput(f"evaluation file {path} must be .jsonl, .txt (also .gz, .zst), .parquet or .arrow")
@@ -254,7 +254,7 @@ def read_items(path: Path, fields: frozenset[str]) -> Iterator[EvaluationItem]:
 
 
 def texts_in(value: Any, in_list: bool = False) -> Iterator[tuple[str, bool]]:
-    """Yields (string, True if it is in a list) for all strings in nested data, in order. Keys are skipped."""
+    """Yields (string, whether it is in a list) for all strings in nested data, in order, without keys."""
     if isinstance(value, str):
         yield value, in_list
     elif isinstance(value, dict):

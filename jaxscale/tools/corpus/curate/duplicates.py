@@ -34,7 +34,7 @@ MAX_BLOCK_BYTES = 1 << 30  # suffix arrays are int32
 
 
 def exact_sketch(documents: Sequence[Document], cfg: ExactConfig) -> hashes.Sketch:
-    """Returns the sketch of a block, with one key for each document that is not blank."""
+    """Returns the sketch of a block, with one key for each non-blank document."""
     found = [hashes.text_hash(document.text, lower=cfg.lower) & (1 << 64) - 1 for document in documents]
     keys = np.array(found, np.uint64)
     places = np.flatnonzero(keys != np.uint64(hashes.text_hash("") & (1 << 64) - 1))  # not blank
@@ -58,14 +58,14 @@ def first_lines(documents: Sequence[Document]) -> np.ndarray:
 
 
 def lines_at(documents: Sequence[Document], places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (document indices, line numbers), int64[k] each, for lines given by their index within the block."""
+    """Returns int64[k] document indices and int64[k] line numbers for lines given by their index in the block."""
     starts = first_lines(documents)
     owners = np.searchsorted(starts, places, side="right") - 1
     return owners, places - starts[owners]
 
 
 def drop_documents(documents: Sequence[Document], removed: np.ndarray, reason: str) -> list[Outcome]:
-    """Returns the outcome of each document of a block; the documents at the indices `removed` are dropped."""
+    """Returns the outcome of each document in a block. Documents whose indices are in `removed` are dropped."""
     outcomes = [Outcome(document) for document in documents]
     for place in np.asarray(removed).tolist():
         outcomes[place] = Outcome(None, reason)
@@ -73,7 +73,7 @@ def drop_documents(documents: Sequence[Document], removed: np.ndarray, reason: s
 
 
 def cut_lines(documents: Sequence[Document], owners: np.ndarray, lines: np.ndarray, cfg: LineConfig) -> list[Outcome]:
-    """Returns the outcome of each document without the lines (owners[i], lines[i]). `owners` must be sorted."""
+    """Returns the outcomes of cutting line lines[i] from document owners[i], for all i. `owners` must be sorted."""
     outcomes = [Outcome(document) for document in documents]
     owners, lines = np.asarray(owners), np.asarray(lines)
     assert np.all(owners[1:] >= owners[:-1]), "not sorted"
@@ -90,7 +90,7 @@ def cut_lines(documents: Sequence[Document], owners: np.ndarray, lines: np.ndarr
 
 
 def near_sketch(documents: Sequence[Document], cfg: NearConfig) -> hashes.Sketch:
-    """Returns the sketch of a block, with all signatures, and one key per band for each document with words."""
+    """Returns the sketch of a block, with the signatures. Each document that has words has one key per band."""
     bands, rows = bands_and_rows(cfg)
     words = hashes.hash_words(documents)
     found = signatures(words, cfg)
@@ -103,7 +103,7 @@ def near_sketch(documents: Sequence[Document], cfg: NearConfig) -> hashes.Sketch
 
 
 def signatures(words: Sequence[np.ndarray], cfg: NearConfig) -> np.ndarray:
-    """Returns uint32[documents, permutations], the MinHash signatures. `words` has the word hashes of each document."""
+    """Returns the MinHash signatures, uint32[documents, permutations]. `words` has the word hashes of each document."""
     with importing("finding near duplicates", "rensa"):
         import rensa
     flat, counts = hashes.ngram_table(words, cfg.ngram_words)
@@ -133,7 +133,7 @@ def detection_curve(jaccard: float | np.ndarray, bands: int, rows: int) -> np.nd
 
 
 def verification_curve(jaccard: float | np.ndarray, threshold: float, permutations: int) -> np.ndarray:
-    """Returns the probability that a candidate with this similarity is verified (upper tail of a binomial)."""
+    """Returns the probability that a candidate with this similarity passes verification (a binomial tail)."""
     least = math.ceil(threshold * permutations - 1e-9)
     return bdtrc(least - 1, permutations, np.asarray(jaccard, np.float64))
 
@@ -142,8 +142,8 @@ def verification_curve(jaccard: float | np.ndarray, threshold: float, permutatio
 def choose_bands(threshold: float, permutations: int, miss_weight: float = 0.5) -> tuple[int, int]:
     """Returns (bands, rows) with bands * rows <= permutations that minimize the weighted sum of two errors.
 
-    Missed duplicates: the integral of 1 - detection_curve above the threshold. False candidates: the integral of
-    detection_curve below the threshold.
+    The errors are the integral of 1 - detection_curve above the threshold (missed duplicates), and the integral of
+    detection_curve below the threshold (false candidates).
     """
     below, above = ((np.arange(1000) + 0.5) / 1000 * width for width in (threshold, 1 - threshold))
     best = (math.inf, 1, 1)  # (error, bands, rows)
@@ -186,7 +186,7 @@ def make_substring(cfg: SubstringConfig) -> Stage:
 
 
 def cut_passages(document: Document, data: bytes, spans: Sequence[tuple[int, int]], cfg: SubstringConfig) -> Outcome:
-    """Returns the document without the given spans of its UTF-8 bytes, or drops the document if little text is left."""
+    """Cuts the given spans of UTF-8 bytes from a document, or drops the document if too little text is left."""
     text, place = "", 0
     for start, stop in [*spans, (len(data), len(data))]:
         piece = data[place:start].decode("utf-8", "surrogatepass")
@@ -199,13 +199,13 @@ def cut_passages(document: Document, data: bytes, spans: Sequence[tuple[int, int
 
 
 def repeated_passages(flat: np.ndarray, min_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the sorted (starts, stops), int64[k] each, of the bytes to cut from UTF-8 texts with separators.
+    """Returns sorted int64[k] starts and int64[k] stops of the bytes to cut from UTF-8 texts with separators.
 
-    Each span lies within one text and starts and stops between characters. A passage that overlaps its own first
-    occurrence ("ha ha ha ...") is cut from the end of that occurrence.
+    Each span is within one text, and begins and ends at character boundaries. If a passage overlaps its own first
+    occurrence ("ha ha ha ..."), the cut begins at the end of that occurrence.
     """
     if len(flat) > MAX_BLOCK_BYTES:
-        raise BadInput(f"block of {len(flat):,} bytes exceeds the limit of {MAX_BLOCK_BYTES:,}; reduce block_bytes")
+        raise BadInput(f"a block of {len(flat):,} bytes exceeds the limit of {MAX_BLOCK_BYTES:,}; reduce block_bytes")
     places, first = repeated_windows(flat, min_bytes)
     if not len(places):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)

@@ -29,7 +29,7 @@ LOWER = bytes(range(256)).lower()
 
 
 class Sketch(NamedTuple):
-    """Join keys of a block of documents. Items with equal keys are duplicates or candidates."""
+    """Hash keys of a block's documents or lines. Equal keys mark duplicates, or candidates for near duplicates."""
 
     keys: np.ndarray  # uint64[m]
     places: np.ndarray  # int64[m]: index of the document in the block, or index of the line among the block's lines
@@ -37,16 +37,16 @@ class Sketch(NamedTuple):
 
 
 def word_hashes(text: str) -> np.ndarray:
-    """Returns uint64[n], a hash of each lower-cased word. A word is a maximal run of letters, numbers and marks.
+    """Returns uint64[n], a hash of each lower-cased word of a text.
 
-    These are the Unicode categories L, N and M. A word's hash does not depend on its surroundings. Characters are
-    lower-cased individually, and both forms of the small sigma are equal.
+    A word is a maximal run of Unicode letters (L), numbers (N) and marks (M). Its hash does not depend on the text
+    around it. Characters are lower-cased one by one, and the two forms of the small sigma have equal values.
     """
     return np.concatenate([runs_and_starts(piece)[0] for piece in pieces(text)])
 
 
 def word_hashes_of(texts: Sequence[str]) -> list[np.ndarray]:
-    """Returns word_hashes of each text. Short texts are concatenated, which is several times faster."""
+    """Returns the word hashes of each text. Concatenates short texts, which is several times faster."""
     rows: list[np.ndarray] = []
     for part in groups([len(text) + 1 for text in texts], HASHED_TOGETHER):
         group = texts[part]
@@ -60,7 +60,7 @@ def word_hashes_of(texts: Sequence[str]) -> list[np.ndarray]:
 
 
 def groups(sizes: Sequence[int], least: int) -> Iterator[slice]:
-    """Yields slices of consecutive items, each as short as possible with a total size of at least `least`."""
+    """Yields slices of consecutive items. Each slice ends as soon as its total size reaches `least`."""
     begin, total = 0, 0
     for end, size in enumerate(sizes, 1):
         total += size
@@ -96,7 +96,7 @@ def runs_and_starts(text: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def word_spans(text: str) -> np.ndarray:
-    """Returns int64[n, 2], the start and end of each word of word_hashes(text), in characters."""
+    """Returns int64[n, 2], the character offsets of the start and end of each word, as in word_hashes(text)."""
     begin, spans = 0, []
     for piece in pieces(text):
         inside = np.concatenate([[0], (word_values(piece) != 0).view(np.int8), [0]])
@@ -106,14 +106,14 @@ def word_spans(text: str) -> np.ndarray:
 
 
 def word_values(text: str) -> np.ndarray:
-    """Returns uint64[characters], the value of each character in a word, and 0 for other characters."""
+    """Returns uint64[characters], the letter_values() of each character of the text."""
     if text.isascii():
         return ASCII_VALUES.take(np.frombuffer(text.encode("ascii"), np.uint8))
     return character_values().take(np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32))
 
 
 def ngram_hashes(hashes: np.ndarray, n: int) -> np.ndarray:
-    """Returns uint64[max(0, len - n + 1)], the hash of each word n-gram, from the hashes of the words."""
+    """Returns uint64[max(0, len(hashes) - n + 1)], a hash of each n-gram of words. hashes: hashes of the words."""
     assert n > 0, n
     count = len(hashes) - n + 1
     if count <= 0:
@@ -127,13 +127,13 @@ def ngram_hashes(hashes: np.ndarray, n: int) -> np.ndarray:
 
 
 def ngram_table(rows: Sequence[np.ndarray], n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (uint64[sum of counts], int64[rows] counts), the concatenated ngram_hashes of many rows of words."""
+    """Returns (concatenated n-gram hashes, number of n-grams per text). rows: word hashes of each text."""
     groups = [np.zeros(0, np.uint64), *(hashes for _, hashes in ngram_groups(rows, n))]
     return np.concatenate(groups), np.array([max(0, len(row) - n + 1) for row in rows], np.int64)
 
 
 def ngram_groups(rows: Sequence[np.ndarray], n: int) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yields (slice of rows, ngram_hashes of these rows). Short rows are hashed together, which is faster."""
+    """Yields (slice of rows, concatenated n-gram hashes of these rows). Hashes short rows together for speed."""
     for part in groups([len(row) for row in rows], TOGETHER):
         flat = np.concatenate(rows[part])
         ends = np.cumsum([len(row) for row in rows[part]])
@@ -158,7 +158,7 @@ def without_whitespace(text: str, lower: bool) -> bytes:
 
 
 def line_hashes(text: str, min_characters: int, *, lower: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (hashes, line numbers), uint64[k] and int64[k], of lines with enough non-whitespace characters."""
+    """Returns (hashes, line numbers) of the lines with at least min_characters non-whitespace characters."""
     hashes, places = [], []
     for place, line in enumerate(text.split("\n")):
         if len(line) < min_characters:
@@ -175,7 +175,7 @@ MAX_CACHED_BITS = 20  # log2 of the largest cached tables of powers, 16 MB for b
 
 
 def powers(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (M^i, M^-i) mod 2^64 for i from 0 to at least count - 1."""
+    """Returns tables of M^i and M^-i mod 2^64 for i from 0 to at least count - 1, where M is MULTIPLIER."""
     bits = max(12, (count - 1).bit_length())
     return cached_power_tables(bits) if bits <= MAX_CACHED_BITS else power_tables(bits)
 
@@ -206,7 +206,7 @@ def letter_values(points: range) -> np.ndarray:
 
 @functools.cache
 def character_values() -> np.ndarray:
-    """Returns uint64[0x110000] (9 MB), the letter_values of all code points. The first call takes about 0.2 s."""
+    """Returns uint64[0x110000] (9 MB), the letter_values() of all code points. The first call takes about 0.2 s."""
     values = np.zeros(0x110000, np.uint64)
     for begin, end in ((0, 0x40000), (0xE0000, 0xE0200)):  # Unicode 17 has no letter, number or mark outside these
         values[begin:end] = letter_values(range(begin, end))
@@ -214,7 +214,7 @@ def character_values() -> np.ndarray:
 
 
 def pieces(text: str) -> list[str]:
-    """Returns the text split at spaces or newlines into pieces of at least PIECE characters, never inside a word."""
+    """Splits the text at spaces or newlines into pieces of at least PIECE characters. The last piece may be shorter."""
     cut, begin = [], 0
     while match := SPACE.search(text, begin + PIECE):
         cut.append(text[begin : match.start()])

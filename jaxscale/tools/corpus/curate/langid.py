@@ -63,7 +63,7 @@ def load_model() -> LanguageModel:
 
 
 def as_bytes(text: str) -> bytes:
-    """Returns the text normalized as in training: NFC, UTF-8, and lower-cased if it is in all capitals."""
+    """Normalizes a text like the model's training data: NFC, and lower case if it is in capitals. Returns UTF-8."""
     if text.isupper():
         text = text.lower()
     if text.isascii():
@@ -72,7 +72,7 @@ def as_bytes(text: str) -> bytes:
 
 
 def walk(table: np.ndarray, start: int, texts: Sequence[bytes]) -> np.ndarray:
-    """Returns uint32[T, D], 1 + the feature that text d emits after byte t, or 0. texts: sorted, longest first."""
+    """Returns uint32[T, D]: 1 + the feature that text d emits after byte t, or 0. texts: longest first."""
     lengths = np.array([len(text) for text in texts])
     T, D = int(lengths[0]) if len(texts) else 0, len(texts)
     features_TD = np.zeros((T, D), np.uint32)
@@ -91,12 +91,12 @@ def walk(table: np.ndarray, start: int, texts: Sequence[bytes]) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def log_counts(most: int) -> np.ndarray:
-    """Returns float64[most + 1], log(1 + n) rounded to float32, so that differences of C libraries vanish."""
+    """Returns float64[most + 1], log(1 + n) rounded to float32, so that all C libraries give the same values."""
     return np.array([math.log1p(n) for n in range(most + 1)], np.float32).astype(np.float64)
 
 
 def scores(model: LanguageModel, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (float64[D, classes] log-posteriors, bool[D] True if a text has a feature). texts: longest first."""
+    """Returns log posteriors, float64[D, classes], and bool[D], True for texts with a feature. texts: longest first."""
     features_DT = np.ascontiguousarray(walk(model.table, model.start, texts).T)
     D, T = features_DT.shape
     found = np.zeros((D, len(model.labels)))
@@ -122,7 +122,7 @@ def scores(model: LanguageModel, texts: Sequence[bytes]) -> tuple[np.ndarray, np
 
 
 def identify(texts: Sequence[str], model: LanguageModel | None = None) -> list[tuple[str, float]]:
-    """Returns (language, probability) of each text as py3langid does; ('und', 0.0) for a text without features."""
+    """Returns (language, probability) of each text, as py3langid does. A text without features gives ('und', 0.0)."""
     model = model or load_model()
     encoded = [as_bytes(text) for text in texts]
     order = sorted(range(len(encoded)), key=lambda i: -len(encoded[i]))
@@ -144,11 +144,11 @@ def identify(texts: Sequence[str], model: LanguageModel | None = None) -> list[t
 
 
 def make_language(cfg: LanguageConfig) -> Stage:
-    """Returns a stage that adds the language and the score column "language", and drops documents by language."""
+    """Returns a stage that records each document's language and its probability, and drops documents by both."""
     keep = frozenset(cfg.keep)
     if cfg.known != "trust" and (unknown := keep - set(load_model().labels)):  # files may name other languages
         supported = sorted(set(load_model().labels))
-        raise BadInput(f"keep={cfg.keep}: the model does not support {sorted(unknown)}; supported: {supported}")
+        raise BadInput(f"language.keep={cfg.keep}: unsupported {sorted(unknown)}; supported: {supported}")
 
     def judge(doc: Document, language: str, probability: float) -> Outcome:
         if keep and language not in keep:

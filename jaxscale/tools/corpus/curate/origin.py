@@ -35,7 +35,7 @@ UNKNOWN_NAMES = ("", "unknown", "none", "null", "n/a", "noassertion", "other")  
 
 
 def make_urls(cfg: UrlConfig) -> Stage:
-    """Returns a stage that drops documents whose URL, its domain or a prefix is listed, or that has a listed word."""
+    """Returns a stage that drops documents with a listed domain or URL prefix, or with a listed word in the URL."""
     listed = Blocklist(list_paths(cfg)) if cfg.lists else None
     words = frozenset(load_url_words(cfg))
 
@@ -55,7 +55,7 @@ def make_urls(cfg: UrlConfig) -> Stage:
 
 
 def list_paths(cfg: UrlConfig, say: Callable[[str], None] = ignore_line) -> list[str]:
-    """Returns the files that match cfg.lists. Raises BadInput for a name without a match. `say`: see list_files."""
+    """Returns the files that match cfg.lists. Raises BadInput if an entry matches no file. say: prints messages."""
     if not cfg.lists:
         return []
     files, problems = list_files(cfg.lists, "url_blocklist.lists", "lists", say=say)
@@ -68,7 +68,7 @@ def load_url_words(cfg: UrlConfig) -> list[str]:
     """Returns the listed words. Raises BadInput if the file cannot be read or an entry is not a single word."""
     words = read_words(cfg.words, "url_blocklist.words", "#") if cfg.words else []
     if odd := [word for word in words if not PARTS.fullmatch(word)]:
-        raise BadInput(f"url_blocklist.words has {odd[0]!r}, which is not a single word of a URL; split or remove it")
+        raise BadInput(f"url_blocklist.words has {odd[0]!r}, which is not all letters and digits; split or remove it")
     return words
 
 
@@ -83,11 +83,11 @@ class Blocklist:
                 hashes.append(key_hash(entry))
                 self.depth = max(self.depth, entry.count("/"))
             if len(hashes) == before:
-                raise BadInput(f"{path} has no URLs; put one domain per line, or remove the file from the lists")
+                raise BadInput(f"{path} has no URLs; add one URL per line, or remove it from url_blocklist.lists")
         self.hashes = np.unique(np.frombuffer(b"".join(hashes), "<u8"))
 
     def hits(self, urls: Sequence[str]) -> list[str]:
-        """Returns the first entry that matches each URL, shortest domain first, or ''."""
+        """Returns the entry with the shortest domain that matches each URL, or '' if no entry matches."""
         keys = [matching_entries(url, self.depth) for url in urls]
         flat = [key for url_keys in keys for key in url_keys]
         hashes = np.frombuffer(b"".join(map(key_hash, flat)), "<u8")
@@ -116,7 +116,7 @@ def entries(path: str) -> Iterator[str]:
 
 
 def normalize_url(url: str) -> tuple[str, list[str]]:
-    """Returns (host, path components and query). The host is in lower-case ASCII without www., port and user."""
+    """Returns (host, [path components, query]). The host is lower-case ASCII, without www., port and user name."""
     stripped = SCHEME.sub("", url.strip(), count=1).lstrip("/").partition("#")[0]
     address, _, query = stripped.partition("?")
     host, _, path = address.partition("/")
@@ -129,8 +129,8 @@ def normalize_url(url: str) -> tuple[str, list[str]]:
 
 
 def matching_entries(url: str, depth: int) -> list[str]:
-    """Returns every entry that would match a URL: its domain and parent domains, shortest first, each alone and with
-    every prefix of the path of up to `depth` components."""
+    """Returns all entries that would match a URL, shortest domain first: its domain and each parent domain, alone and
+    followed by each path prefix of at most `depth` components."""
     host, path = normalize_url(url)
     if not host:
         return []
@@ -146,7 +146,7 @@ def normalized(licence: str) -> str:
 
 
 def matcher(patterns: Sequence[str]) -> re.Pattern | None:
-    """Returns a regular expression that matches normalized names that fit any pattern; None without patterns."""
+    """Returns a regular expression for normalized names that match any of the patterns, or None without patterns."""
     return re.compile("|".join(translate(normalized(pattern)) for pattern in patterns)) if patterns else None
 
 
@@ -167,8 +167,8 @@ def make_licence(cfg: LicenceConfig) -> Stage:
         reason = drop_reason(doc.licence)
         if reason == UNKNOWN_LICENCE and cfg.unknown == "stop":
             raise BadInput(
-                f"{doc.file or 'a document'} at {doc.offset} has no known licence ({doc.licence!r}); "
-                "set unknown to 'keep' or 'drop' to continue"
+                f"{doc.file or 'a document'} at {doc.offset} has an unknown licence ({doc.licence!r}); "
+                "set licence.unknown to 'keep' or 'drop' to continue"
             )
         return drop_if(doc, reason, doc.licence)
 

@@ -93,14 +93,14 @@ class PIIConfig:
 
     def __post_init__(self):
         if unknown := sorted(set(self.countries) - set(NATIONAL_IDS)):
-            raise BadInput(f"countries={self.countries}: no rule for {unknown}; supported: {', '.join(NATIONAL_IDS)}")
+            raise BadInput(f"countries={self.countries}: unsupported {unknown}; supported: {', '.join(NATIONAL_IDS)}")
         for kind in KINDS:
             placeholder = getattr(self, f"{kind}_placeholder")
             found = [(span.kind, placeholder[span.start : span.end]) for span in find_pii(placeholder, self.countries)]
             if found not in ([], [(kind, placeholder)]):  # an exact match of the placeholder is skipped on redaction
                 raise BadInput(
                     f"{kind}_placeholder={placeholder!r} contains personal data: {found}; "
-                    f"use a word in brackets, or exactly one {kind}"
+                    f"use a word in brackets, or one {kind} and no other text"
                 )
 
 
@@ -145,7 +145,7 @@ def find_pii(
 
 
 def resolve_overlaps(spans: list[PiiSpan]) -> list[PiiSpan]:
-    """Returns the spans sorted by position. Of overlapping spans, the first in KINDS is kept, then the longest."""
+    """Returns spans without overlaps, sorted by position. Prefers kinds in the order of KINDS, then long spans."""
     if len(spans) < 2:
         return spans
     selected: list[PiiSpan] = []
@@ -190,7 +190,7 @@ def make_pii(cfg: PIIConfig) -> Stage:
 
 
 def always(match: re.Match[str] | None) -> re.Match[str]:
-    """Returns the match of a pattern that also matches the empty string, so the result is never None."""
+    """Returns `match` and asserts that it is not None. Use it for patterns that also match the empty string."""
     assert match is not None
     return match
 
@@ -235,7 +235,7 @@ def find_ips(text: str, public_only: bool) -> Iterator[tuple[int, int]]:
 def is_version(text: str, match: re.Match) -> bool:
     """Returns True if four dotted numbers are a version or section number.
 
-    This is assumed after a word such as "version", and for single digits unless a nearby word indicates an address.
+    True after a word such as "version", and for four single digits unless the text around them indicates an address.
     """
     before = text[max(0, match.start() - 32) : match.start()]
     if VERSION_BEFORE.search(before):
@@ -245,7 +245,7 @@ def is_version(text: str, match: re.Match) -> bool:
 
 
 def is_address(written: str, public_only: bool) -> bool:
-    """Returns True if the text is an IP address. public_only: ignore private, local and documentation addresses."""
+    """Returns True if the text is an IP address. public_only: exclude private, local and documentation addresses."""
     try:
         address = ipaddress.ip_address(written)
     except ValueError:  # such as 300.1.2.3, 01.2.3.4 or a time of day

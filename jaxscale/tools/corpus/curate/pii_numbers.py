@@ -50,7 +50,7 @@ WORD_END = re.compile(r"(?<=[0-9A-Za-z])(?![0-9A-Za-z])")
 
 @functools.cache
 def checker(name: str) -> Callable[..., bool]:
-    """Returns is_valid of a module of python-stdnum. Raises BadInput if the package is not installed."""
+    """Returns the function stdnum.NAME.is_valid. Raises BadInput if python-stdnum is not installed."""
     with importing("finding numbers with check digits (the stage pii)", "python-stdnum"):
         return importlib.import_module(f"stdnum.{name}").is_valid
 
@@ -74,7 +74,7 @@ def find_cards(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def find_ibans(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yields (start, end) of each IBAN that begins in text[start:end], with or without gaps."""
+    """Yields (start, end) of each IBAN that begins in text[start:end], with or without spaces or hyphens."""
     for match in IBAN.finditer(text, start):
         if match.start() >= end:
             return
@@ -110,7 +110,7 @@ def word(pattern: str) -> re.Pattern:
 
 
 def nino(number: str) -> bool:
-    """Returns True for a valid UK National Insurance number (HMRC manual NIM39110 lists unused letters and pairs)."""
+    """Returns True for a valid UK National Insurance number (unused letters and pairs: HMRC manual NIM39110)."""
     first, second = number[0], number[1]
     if first in "DFIQUV" or second in "DFIQUVO":
         return False
@@ -118,7 +118,7 @@ def nino(number: str) -> bool:
 
 
 def ssn(number: str) -> bool:
-    """Returns True for a valid US social security number (SSA, "randomization", 2011), except the common example."""
+    """Returns True for a valid US social security number (SSA randomization, 2011), except the example 123456789."""
     return number != "123456789" and checker("us.ssn")(number)
 
 
@@ -128,7 +128,7 @@ def dni(number: str) -> bool:
 
 
 def aadhaar(number: str) -> bool:
-    """Returns True for a valid Indian Aadhaar number that is not three years."""
+    """Returns True for a valid Indian Aadhaar number. Rejects a sequence of three years, such as 2019 2020 2021."""
     years = all(number[i : i + 2] in ("20", "21") for i in (0, 4, 8))
     return not years and len(set(number)) > 2 and checker("in_.aadhaar")(number)
 
@@ -174,7 +174,7 @@ LONGEST = 24  # maximum length of any form, with all its spaces
 
 
 def find_national_ids(text: str, start: int, end: int, countries: tuple[str, ...]) -> Iterator[tuple[int, int]]:
-    """Yields (start, end) of each national number that begins in text[start:end]. It may extend beyond `end`."""
+    """Yields (start, end) of each national ID that begins in text[start:end], even if it ends after `end`."""
     row = text[start:end].lstrip(NO_DIGITS)
     digits, letters = sum(map(row.count, "0123456789")), row != row.lower()
     for country in countries:

@@ -79,7 +79,7 @@ MEASURE = re.compile(  # a unit or counted noun after the number: "1 500 000 peo
 
 
 def is_number(groups: list[str], gaps: list[str], *, plus: bool, brackets: bool, extension: bool) -> bool:
-    """Returns True if groups of digits with these separators are a telephone number by format alone."""
+    """Returns True if the format of the digit groups and separators is sufficient to identify a telephone number."""
     digits = "".join(groups)
     if plus or digits.startswith("00"):
         national = digits if plus else digits[2:]
@@ -132,7 +132,7 @@ def is_phone(text: str, match: re.Match) -> bool:
 
 
 def find_phones(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yields (start, end) of each telephone number that starts in text[start:end]. It may extend beyond `end`."""
+    """Yields (start, end) of each telephone number that begins in text[start:end], even if it ends after `end`."""
     for match in NUMBER.finditer(text, start):
         if match.start() >= end:
             return
@@ -170,12 +170,12 @@ def is_named(before: str, after: str) -> bool:
 
 
 def is_clear(between: str) -> bool:
-    """Returns True if the text between a naming word and its number has no digits and at most one newline."""
+    """Returns True if the text between a word such as "phone" and a number has no digits and at most one newline."""
     return between.count("\n") < 2 and not any(char.isdigit() for char in between)
 
 
 def is_requested(before: str) -> bool:
-    """Returns True if the text before a number has a naming word, or a request to call, at any distance."""
+    """Returns True if a word such as "phone", or a request to call, occurs anywhere in the text before a number."""
     words = WORD.findall(before.lower())
     if not NAME_WORDS.isdisjoint(words) or not REQUEST_WORDS.isdisjoint(words) or any(mark in before for mark in MARKS):
         return True

@@ -109,7 +109,7 @@ def count_repeats(parts: Sequence[str]) -> tuple[int, int]:
 
 
 def line_fault(text: str, cfg: RepetitionConfig) -> str:
-    """Returns the broken rule on lines or paragraphs, or ''. Empty lines are ignored, but spaces count."""
+    """Returns the first exceeded limit on duplicate lines or paragraphs, or ''. Ignores only empty lines."""
     lines = list(filter(None, text.split("\n")))
     if len(set(lines)) == len(lines):
         return ""  # without repeated lines, no paragraph is repeated
@@ -127,7 +127,7 @@ def line_fault(text: str, cfg: RepetitionConfig) -> str:
 
 
 def top_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int, float]]) -> str:
-    """Returns the broken rule on the most frequent n-gram, or ''. The text must have at least two words."""
+    """Returns the first exceeded limit on the most frequent n-gram, or ''. The text must have at least two words."""
     ends, pairs = stats.ends, ngram_keys(stats.hashes, 2)
     ordered = np.sort(pairs)
     lasts = np.flatnonzero(ordered[1:] != ordered[:-1])  # last index of each distinct pair except the largest
@@ -154,7 +154,7 @@ def top_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int, floa
 
 
 def duplicate_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int, float]]) -> str:
-    """Returns the broken rule on repeated n-grams, or ''."""
+    """Returns the first exceeded limit on repeated n-grams, or ''."""
     shortest, allowed = rules[0][0], min(most for _, most in rules) * characters
     keys = ngram_keys(stats.hashes, shortest)
     ordered = np.sort(keys)
@@ -181,12 +181,12 @@ def duplicate_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int
 
 
 def is_member(keys: np.ndarray, members: np.ndarray) -> np.ndarray:
-    """Returns bool, True for keys that are in `members`, which is sorted and not empty."""
+    """Returns a boolean mask of the keys that are in `members`, which must be sorted and not empty."""
     return members.take(members.searchsorted(keys), mode="clip") == keys
 
 
 def repeated_characters(keys: np.ndarray, ends: np.ndarray, n: int) -> int:
-    """Returns the number of characters in n-grams that occurred before, from left to right without overlaps."""
+    """Returns the number of characters in n-grams that repeat an earlier n-gram. Skips overlapping n-grams."""
     _, group, counts = np.unique(keys, return_inverse=True, return_counts=True)
     places = np.flatnonzero(counts[group] > 1)
     characters = free = 0
@@ -202,7 +202,7 @@ def repeated_characters(keys: np.ndarray, ends: np.ndarray, n: int) -> int:
 
 
 def ngram_keys(hashes: np.ndarray, n: int) -> np.ndarray:
-    """Returns uint64[max(0, words - n + 1)], a polynomial hash of each n-gram over the words' hashes."""
+    """Returns uint64[max(0, words - n + 1)], a polynomial hash of the word hashes of each n-gram."""
     count = max(0, len(hashes) - n + 1)
     keys = hashes[:count].copy()
     for place in range(1, n):
@@ -212,7 +212,7 @@ def ngram_keys(hashes: np.ndarray, n: int) -> np.ndarray:
 
 
 def make_c4(cfg: C4Config) -> Stage:
-    """Returns a stage that removes lines, counted by reason, and drops pages that are not text."""
+    """Returns a stage that applies the rules of C4, which remove lines or drop whole documents."""
     bad_words = None
     if cfg.bad_words is not None:
         words = "|".join(map(re.escape, read_words(cfg.bad_words, "c4.bad_words")))
@@ -221,7 +221,7 @@ def make_c4(cfg: C4Config) -> Stage:
 
 
 def read_words(file: str, setting: str, remark: str = "") -> list[str]:
-    """Returns the entries of a word list, in lower case. remark: start of a comment, or '' for no comments."""
+    """Returns the words of a file, sorted and in lower case. remark: prefix of comments; '' if there are none."""
     try:
         lines = [line for _, line in text_lines(os.path.expanduser(file))]
     except BadInput as error:
@@ -287,7 +287,7 @@ def c4_outcome(document: Document, cfg: C4Config, bad_words: re.Pattern[str] | N
 
 
 def has_sentences(lines: Sequence[str], least: int) -> bool:
-    """Returns True if the lines have at least `least` sentences. Every non-blank line is at least one sentence."""
+    """Returns True if the lines have at least `least` sentences. A non-blank line has at least one."""
     missing = least - sum(not line.isspace() and line != "" for line in lines)
     for line in lines:
         if missing <= 0:
@@ -297,7 +297,7 @@ def has_sentences(lines: Sequence[str], least: int) -> bool:
 
 
 def count_sentences(line: str, enough: int) -> int:
-    """Returns the number of sentences in a line, up to `enough`. The first word after . ! or ? starts a sentence."""
+    """Counts the sentences in a line and stops at `enough`. The first word after . ! or ? starts a sentence."""
     count, ended = 1, False
     for piece in line.split():
         kinds_of = _kinds if len(piece) > MAX_CACHED_CHARS else _known_kinds
@@ -311,7 +311,7 @@ def count_sentences(line: str, enough: int) -> int:
 
 
 def _kinds(piece: str) -> tuple[str, ...]:
-    """Returns the kinds of the words of a piece: 'end' (of a sentence), 'word', or 'mark' (other punctuation)."""
+    """Returns the kind of each word of `piece`: 'end' (ends a sentence), 'word', or 'mark' (other punctuation)."""
     is_mark = lambda word: all(unicodedata.category(character)[0] == "P" for character in word)
     return tuple("end" if w in SENTENCE_ENDS else "mark" if is_mark(w) else "word" for w in cut(piece))
 

@@ -38,14 +38,14 @@ EMPTY = "repair: nothing left"
 
 
 def scan(text: str) -> tuple[str, bool]:
-    """Returns (characters outside ASCII, True if there are ASCII control characters), which the slower tests use."""
+    """Returns (non-ASCII characters, whether there are ASCII controls). Without both, slower tests are skipped."""
     raw = text.encode("utf-8", errors="surrogatepass")
     non_ascii = "" if text.isascii() else raw.translate(None, ASCII).decode("utf-8", errors="surrogatepass")
     return non_ascii, len(raw.translate(None, ASCII_CONTROL)) != len(raw)
 
 
 def fit_lines(text: str, chars: int, policy: Literal["drop", "cut", "split"], edits: Counter) -> str:
-    """Returns the text with lines longer than `chars` dropped, cut or split. Counts these lines in `edits`."""
+    """Returns the text with lines longer than `chars` dropped, cut or split. Counts the changes in `edits`."""
     lines = []
     for line in text.split("\n"):
         if len(line) <= chars:
@@ -66,7 +66,7 @@ def fit_lines(text: str, chars: int, policy: Literal["drop", "cut", "split"], ed
 
 
 def repair_once(text: str, cfg: RepairConfig, edits: Counter) -> str | None:
-    """Returns the text after one round of repairs, counted in `edits`; None for invalid text that is not repaired."""
+    """Runs each repair once and counts it in `edits`. Returns None for invalid text unless cfg.invalid is 'repair'."""
     non_ascii, controls = scan(text)
     if non_ascii and cfg.mojibake and MOJIBAKE.search(non_ascii) and MOJIBAKE.search(text):
         with importing("undoing mojibake", "ftfy", f"{PREPARE}, or set mojibake=False"):
@@ -126,7 +126,7 @@ def make_repair(cfg: RepairConfig) -> Stage:
         if reason == INVALID and cfg.invalid == "stop":
             raise BadInput(
                 f"{doc.file or 'a document'} at {doc.offset}: the text has control characters, unpaired surrogates "
-                "or U+FFFD; set invalid to 'repair' or 'drop' to continue"
+                "or U+FFFD; set repair.invalid to 'repair' or 'drop' to continue"
             )
         if reason:
             return Outcome(None, reason)

@@ -118,7 +118,7 @@ SPECIAL = _special_pieces()
 
 
 def cut(piece: str) -> tuple[str, ...]:
-    """Returns the words of a piece without whitespace, in order. Joined, the words equal the piece."""
+    """Splits a piece of text without whitespace into words. The concatenated words equal the piece."""
     if piece in SPECIAL:
         return SPECIAL[piece]
     if piece.isalpha():
@@ -132,7 +132,7 @@ def cut(piece: str) -> tuple[str, ...]:
 
 
 def _cut_marks(piece: str) -> Iterator[str]:
-    """Yields the words of a piece: strips marks from both ends until a special piece remains, then splits inside."""
+    """Yields the words of a piece. Splits off punctuation at both ends, then splits the rest if not in SPECIAL."""
     tail: list[str] = []
     while piece and piece not in SPECIAL:
         start = match.end() if (match := PREFIX.match(piece)) else 0
@@ -187,7 +187,7 @@ def _hashes_of(words: Sequence[str]) -> np.ndarray:
 
 
 def _values(text: str) -> np.ndarray:
-    """Returns uint32[characters], code points plus 1, so that runs of NUL have different hashes."""
+    """Returns uint32[characters], code point + 1. With 0 for NUL, runs of NUL of any length would have equal hashes."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32) + np.uint32(1)
 
 
@@ -201,7 +201,7 @@ def _run_hashes(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class TextStats:
-    """Word statistics for the filter rules, for spaCy's words, which include marks, or words split at whitespace."""
+    """Word statistics of a text. The words are spaCy's, which include punctuation marks, or are split at whitespace."""
 
     hashes: np.ndarray  # uint64[n]: hash_of each word
     lengths: np.ndarray  # int32[n]: characters
@@ -221,7 +221,7 @@ class TextStats:
 
 
 def stats_of(documents: Sequence[Document], words: WordKind = "spacy") -> list[TextStats]:
-    """Returns the statistics of each document and caches them on it. One call with many documents is much faster."""
+    """Returns the statistics of each document, cached on the document. One call for many documents is much faster."""
     name = f"{words} words"
     new = [document for document in documents if name not in document.computed]
     for document, stats in zip(new, block_stats([document.text for document in new], words)):
@@ -230,7 +230,7 @@ def stats_of(documents: Sequence[Document], words: WordKind = "spacy") -> list[T
 
 
 def block_stats(texts: Sequence[str], words: WordKind = "spacy") -> list[TextStats]:
-    """Returns the statistics of each text. Short texts are batched, since an array call costs as much as 500 words."""
+    """Returns the statistics of each text. Batches short texts, since a batch has a fixed cost of about 500 words."""
     count: Callable[[Sequence[str]], list[TextStats]] = _batch if words == "spacy" else _spaced_batch
     stats: list[TextStats] = []
     waiting: list[str] = []
@@ -248,7 +248,7 @@ def block_stats(texts: Sequence[str], words: WordKind = "spacy") -> list[TextSta
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Yields parts of about half a batch, split at whitespace. Without whitespace, parts are longer."""
+    """Splits a text at whitespace into parts of about BATCH_CHARS / 2 characters, or more without whitespace."""
     begin = 0
     while begin < len(text):
         space = SPACE_AFTER.search(text, begin + BATCH_CHARS // 2)
@@ -288,7 +288,7 @@ def _split(texts: Sequence[str]) -> _Pieces:
 
 
 def _batch(texts: Sequence[str]) -> list[TextStats]:
-    """Returns the statistics of each text. P pieces between whitespace, N words, D documents."""
+    """Returns the statistics of each text. Axes: P pieces between whitespace, N words, D documents."""
     pieces, memory = _split(texts), _memory.ready()
     rows_P = memory.look_up(pieces)
     counts_P = memory.counts.take(rows_P)
@@ -311,7 +311,7 @@ def _spaced_batch(texts: Sequence[str]) -> list[TextStats]:
 def _cut_stats(
     hashes: np.ndarray, lengths: np.ndarray, edges_D: np.ndarray, numbers: Sequence[np.ndarray]
 ) -> list[TextStats]:
-    """Returns statistics of each text. numbers: arrays with one value per word, summed to the last three statistics."""
+    """Splits the words of all texts into TextStats. numbers: values per word; their sums are the last three fields."""
     sums = (np.concatenate([ZERO, number.cumsum(dtype=np.int64)]) for number in numbers)
     totals = zip(*(np.diff(total.take(edges_D)).tolist() for total in sums))
     edges = edges_D.tolist()
@@ -320,7 +320,7 @@ def _cut_stats(
 
 @functools.cache
 def letter_table() -> np.ndarray:
-    """Returns bool[0x110000], str.isalpha of each code point. The first call takes about 0.1 s."""
+    """Returns bool[0x110000], str.isalpha() of each code point. The first call takes about 0.1 s."""
     return np.fromiter((chr(point).isalpha() for point in range(0x110000)), bool, 0x110000)
 
 
@@ -331,7 +331,7 @@ def _facts(word: str) -> int:
 
 
 class _Memory:
-    """Cache of pieces and their words in arrays. Pieces with equal 64-bit hashes are not distinguished."""
+    """Cache of the words of each piece, stored in arrays. Pieces with equal 64-bit hashes share an entry."""
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -369,7 +369,7 @@ class _Memory:
         self.used_rows, self.used = self.used_rows + len(cuts), self.used + len(words)
 
     def _put(self, name: str, place: int, values: np.ndarray) -> None:
-        """Writes values at an index of a table, and doubles the table if it is full."""
+        """Writes values to a table from index `place` on. Doubles the table if it is full."""
         table, end = getattr(self, name), place + len(values)
         if end > len(table):
             table = np.concatenate([table, np.zeros(max(end, 2 * len(table)) - len(table), table.dtype)])
@@ -377,7 +377,7 @@ class _Memory:
         table[place:end] = values
 
     def ready(self) -> "_Memory":
-        """Returns this cache. If it is full, replaces it with an empty cache and returns that."""
+        """Returns this cache, or a new empty cache that replaces it if it is full."""
         global _memory
         if self.used > MAX_REMEMBERED:
             _memory = _Memory()

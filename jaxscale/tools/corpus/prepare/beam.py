@@ -33,7 +33,7 @@ class BeamExecutor(contextlib.AbstractContextManager):
         """Does nothing, since each pipeline ends by itself."""
 
     def run_all(self, function: Callable[[Any], Any], task: Any, count: int) -> Iterator[Any]:
-        """Yields function(task) of each task in order, after all tasks are done. Results are passed in files."""
+        """Yields function(task) of each task in order, after all tasks are done. Tasks write results to files."""
         folder = pathlib.Path(task.folder) / "results"
         remove(folder)  # left by a killed process
         with beam.Pipeline(options=self.options()) as pipeline:
@@ -46,12 +46,12 @@ class BeamExecutor(contextlib.AbstractContextManager):
 
 
 def count_up(count: int) -> Iterator[int]:
-    """Yields 0, 1, 2, ... count - 1. Beam does not accept `range` as a function with many results."""
+    """Yields the integers from 0 to count - 1. beam.FlatMap does not accept the built-in `range`."""
     yield from range(count)
 
 
 def run_task_to_json(number: int, function: Callable[[Any], Any], task: Any) -> tuple[int, tuple[int, str]]:
-    """Runs a task. Returns (number of the result file, (task number, result as JSON))."""
+    """Runs a task. Returns (index of the result file, (task number, result as JSON))."""
     return number // RESULTS_IN_FILE, (number, json.dumps(function(task._replace(number=number))))
 
 

@@ -67,7 +67,7 @@ class TokenizerConfig:
         return self.name == TRAINED
 
     def path(self, folder: str) -> str:
-        """Returns the path for load_tokenizer. A trained tokenizer is in `folder`, the work folder."""
+        """Returns the path for load_tokenizer. folder: the work folder, where a trained tokenizer is saved."""
         return f"{folder}/tokenizer{self.train.ending}" if self.is_trained else os.path.expanduser(self.name)
 
 
@@ -85,8 +85,8 @@ class WriteConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowsConfig:
-    """Row plans (packing of documents into sequences) to publish with the shards. Runs with these settings load a plan.
-    Other runs, and runs over several datasets, compute one at first start, in about 1 us per document, and cache it."""
+    """Row plans to publish with the shards. A row plan packs documents into sequences. Runs with these settings use it.
+    Other runs, and runs over several datasets, compute and cache a plan when they first start (1 us per document)."""
 
     seq_len: int | tuple[int, ...] = setting((), "seq_len of the runs; several values: one plan each; empty: no plan")
     seed: int = setting(0, "seed of the runs")
@@ -146,11 +146,11 @@ class PrepareConfig:
                 hint = f"; did you mean {close[0]!r}?" if close else f"; stages: {', '.join(known)}"
                 raise BadInput(f"stages has {name!r}, which is not a stage{hint}")
         if twice := sorted({name for name in self.stages if self.stages.count(name) > 1}):
-            raise BadInput(f"stages has {twice[0]!r} twice, but each stage runs once; remove one of them")
+            raise BadInput(f"stages has {twice[0]!r} more than once, but a stage runs only once; remove the repetition")
         if "decontaminate" in self.stages and not self.decontaminate.files:
             raise BadInput(
-                "stages has 'decontaminate', but decontaminate.files is empty; set it to the evaluation files or "
-                "('none',), or remove the stage"
+                "stages has 'decontaminate', but decontaminate.files is empty; list the evaluation files in it, "
+                "set it to ('none',), or remove the stage"
             )
         if "url_blocklist" in self.stages and not (self.url_blocklist.lists or self.url_blocklist.words):
             raise BadInput(
@@ -161,7 +161,7 @@ class PrepareConfig:
         if "classifier" in self.stages and not (classifier.weights or classifier.good and classifier.bad):
             raise BadInput(
                 "stages has 'classifier' without a model; set classifier.good and classifier.bad to train a model, or "
-                "classifier.weights"
+                "classifier.weights to load a model"
             )
 
     @property

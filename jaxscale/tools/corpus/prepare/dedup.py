@@ -58,20 +58,20 @@ class Join(NamedTuple):
 
     @property
     def neighbours(self) -> int:
-        """Number of earlier items that each item is paired with, in addition to the first item with its key."""
+        """Number of preceding items with the same key that an item is compared with, in addition to the first one."""
         return 0 if self.threshold is None else NEIGHBOURS
 
     @property
     def pairs(self) -> str:
-        """Folder of the pairs. Each file is uint64[k, 2], an item and a smaller item."""
+        """Folder of the pairs (item, smaller item), in files of uint64[k, 2]."""
         return f"{self.folder}/pairs"
 
 
 class Executor(AbstractContextManager, Protocol):
-    """Runs tasks on this machine or a cluster. Tasks write their results to files and may run twice."""
+    """Runs tasks on this machine or a cluster. A task writes its results to files and may run more than once."""
 
     def run_all(self, function: Callable[[Any], Any], task: Any, count: int) -> Iterator[Any]:
-        """Yields function(task._replace(number=n)) for n below count, in any order. Raises the exception of a task."""
+        """Yields function(task._replace(number=n)) for n = 0 to count - 1, in any order. Raises exceptions of tasks."""
         ...
 
 
@@ -93,9 +93,9 @@ def write_sketches(cfg: PrepareConfig, joins: Sequence[str], base: str, document
 def find_duplicates(
     cfg: PrepareConfig, name: str, folder: pathlib.Path, blocks: lookup.PassBlocks, column: int, executor: Executor
 ) -> dict[str, Any]:
-    """Writes folder/removed.npy unless it exists. Returns facts about the groups of duplicates.
+    """Writes the items to remove to folder/removed.npy, unless it exists. Returns statistics of the duplicate groups.
 
-    column: index of the join in its pass.
+    column: index of the join among the joins of its pass.
     """
     done = folder / "removed.done.json"
     if (found := lookup.read_done(done)) is not None:
@@ -120,7 +120,7 @@ def find_duplicates(
 
 
 def find_pairs(run_all: shuffle.RunAll, join: Join) -> None:
-    """Writes the pairs of a join, verified if it has a threshold, to files in join.pairs."""
+    """Writes the pairs of a join to files in join.pairs. With a threshold, keeps only pairs with similar signatures."""
     is_verified = join.threshold is not None
     folder = lambda name: f"{join.folder}/{name}"
     out = folder("keys/pairs") if is_verified else join.pairs
@@ -148,7 +148,7 @@ def find_pairs(run_all: shuffle.RunAll, join: Join) -> None:
 
 
 def write_pairs(task: shuffle.Shuffle) -> int:
-    """Writes uint64[k, 2], (item, first item with its key), reversed for candidates. Returns the number of pairs."""
+    """Writes k pairs, uint64[k, 2], of an item and the first item with its key (reversed for candidates). Returns k."""
     join, max_rows = task.source, task.max_records(sketches.MEMORY_FACTOR * 16)
 
     def found_parts() -> Iterator[np.ndarray]:
@@ -160,7 +160,7 @@ def write_pairs(task: shuffle.Shuffle) -> int:
 
 
 def write_attached_signatures(task: shuffle.Shuffle) -> int:
-    """Writes (item, first item, signature of the first item), sorted by item, in the last level by first item."""
+    """Writes (item, first item, signature of the first item), sorted by item. Last level of a shuffle by first item."""
     (join,) = task.options
     width = 2 + record_width(join)
     max_rows = task.max_records(sketches.MEMORY_FACTOR * 8 * width)
@@ -176,7 +176,7 @@ def write_attached_signatures(task: shuffle.Shuffle) -> int:
 
 
 def write_verified_pairs(task: shuffle.Shuffle) -> int:
-    """Writes the pairs with similar signatures, uint64[k, 2], in the last level by item."""
+    """Writes the pairs with similar signatures, uint64[k, 2]. Last level of the shuffle by item."""
     (join,) = task.options
     max_rows = task.max_records(sketches.MEMORY_FACTOR * 8 * (2 + record_width(join)))
 
@@ -198,7 +198,7 @@ def record_width(join: Join) -> int:
 def apply_joins(
     cfg: PrepareConfig, folders: dict[str, pathlib.Path], block: int, documents: Sequence[Document], tally: Tally
 ) -> list[Document]:
-    """Returns a block's documents without the duplicates found by the joins of one pass. folders: {join: folder}."""
+    """Returns a block's documents without the duplicates that the joins of a pass found. folders: {join: folder}."""
     places = np.arange(len(documents))  # indices of the remaining documents in the block that the joins read
     remaining = list(documents)
     for join, folder in folders.items():
@@ -221,7 +221,7 @@ def apply_joins(
 def cluster_facts(join: str, found: dict[str, Any], bases: Sequence[str]) -> dict[str, Any]:
     """Returns the sizes of the groups of duplicates, and excerpts of the largest groups.
 
-    `found` is the result of find_duplicates, and `bases` has the paths of the blocks.
+    found: result of find_duplicates. bases: path prefixes of the blocks.
     """
     groups = []
     for keeper, size in found["largest"]:

@@ -80,7 +80,7 @@ def make_plan(cfg: PrepareConfig) -> PreparePlan:
         choices = choose_fields([file for file in files if file.source == source], read_cfg)
         ids_files = [file.path for file, choice in choices.items() if choice.kind == "ids"]
         if ids_files and cfg.tokenizer.is_trained:
-            raise BadInput(f"{ids_files[0]} has token ids; set tokenizer.name to the tokenizer of these ids")
+            raise BadInput(f"{ids_files[0]} has token ids, not text to train on; set tokenizer.name to their tokenizer")
         notes += describe_choices(choices, read_cfg)
     parts = (split_file(file, cfg.read_cfg(file.source), cfg.block_bytes) for file in files)
     rows = (number for i, file_parts in enumerate(parts) for part in file_parts for number in (i, part.begin, part.end))
@@ -103,10 +103,10 @@ def make_plan(cfg: PrepareConfig) -> PreparePlan:
 
 
 def hash_auxiliary_files(cfg: PrepareConfig, say: Callable[[str], None]) -> list[tuple[str, str]]:
-    """Returns (name, sha256) of each file other than the sources whose content changes the output.
+    """Returns (name, sha256) of each file, other than the source files, that affects the output.
 
-    `say` receives messages about ignored links. Files of stages that do not run are omitted. Raises BadInput for an
-    unreadable file.
+    Omits the files of stages that do not run. Raises BadInput if a file cannot be read. `say` is called with messages
+    about ignored links.
     """
     tokenizer, words = cfg.tokenizer, []
     paths = [] if tokenizer.is_trained or tokenizer.name == "bytes" else [pathlib.Path(tokenizer.path(""))]
@@ -151,8 +151,8 @@ def prepare(
 ) -> None:
     """Writes the shards, manifest and report of a plan to `output`.
 
-    If the process is killed, the same call resumes. Raises BadInput if the folder has a different dataset, if another
-    process writes to it, or if no document remains. `strict`: also raise if a large share was skipped or lost.
+    If the process is killed, the same call resumes. Raises BadInput if `output` has a different dataset, if another
+    process writes to it, or if no document remains. strict: also raises if much input was skipped or text was lost.
     """
     output = output.absolute()
     try:
@@ -160,7 +160,7 @@ def prepare(
     except OSError as error:
         raise BadInput(f"--output={output} cannot be created: {error.strerror or error}; use another folder") from None
     if not os.access(output, os.W_OK | os.X_OK):
-        raise BadInput(f"--output={output} is not writable by this user; use a different folder")
+        raise BadInput(f"--output={output} is not writable by this user; use another folder")
     for line in plan.notes:
         progress.say(line)
 
@@ -190,7 +190,7 @@ def write_set(
     progress: PrepareProgress,
     strict: bool,
 ) -> None:
-    """Runs every pass and join, and writes the manifest last. `strict`: see report_left_out."""
+    """Runs every pass and join, and writes the manifest last. strict: see report_left_out and report_loss."""
     cfg, tally, clusters, blocks, sums = plan.cfg, Tally(), [], None, {}
     item_counts = count_items(cfg.decontaminate) if "decontaminate" in cfg.stages else None
     for line in preparation_page.evaluation_warnings(cfg.decontaminate, item_counts):
@@ -236,13 +236,13 @@ def write_set(
 
 
 def report_left_out(cfg: PrepareConfig, tally: Tally, progress: PrepareProgress, strict: bool) -> None:
-    """Logs what was skipped while reading. Raises BadInput if that is a large share and `strict` is set."""
+    """Logs how much input was skipped while reading. If the share is large and `strict` is set, raises BadInput."""
     if lost := tally.left_out(cfg.read.where):
         say_or_raise(progress, lost.line, lost.is_much, strict, "omit --strict to prepare the other documents")
 
 
 def report_loss(tokenizer: Tokenizer | None, tally: Tally, progress: PrepareProgress, strict: bool) -> None:
-    """Logs text that the tokenizer loses in samples. Raises BadInput if the loss is large and `strict` is set."""
+    """Logs how much sampled text the tokenizer loses. If the share is large and `strict` is set, raises BadInput."""
     if (loss := tally.loss).lost:
         name, reason = ("the dataset's tokenizer", "")
         if tokenizer:
@@ -266,7 +266,7 @@ def run_pass(
     tally: Tally,
     sums: tokens.FertilitySums,
 ) -> lookup.PassBlocks:
-    """Runs a pass over `count` pieces and returns the blocks that it writes. Updates tally and sums."""
+    """Runs the `count` tasks of a pass and returns the blocks that they write. Updates `tally` and `sums`."""
     step = plan.passes[number]
     progress.begin(pass_title(number, step), count)
     rows = array.array("q")  # 8 bytes per number, since there may be millions of blocks
@@ -289,7 +289,7 @@ def run_pass(
 
 
 def train_on_blocks(cfg: PrepareConfig, blocks: Sequence[str], path: pathlib.Path) -> None:
-    """Writes a tokenizer trained on all documents to `path`, unless it exists. Loads one block at a time."""
+    """Trains a tokenizer on all documents and writes it to `path`, unless it exists. Loads one block at a time."""
     done = path.with_suffix(".done.json")
     if lookup.read_done(done) is None:
         tables = (lookup.read_table(pathlib.Path(f"{base}.arrow")) for base in blocks)
@@ -308,7 +308,7 @@ def versions() -> dict[str, str]:
 
 
 def has_work(plan: PreparePlan, output: pathlib.Path, folder: pathlib.Path, say: Callable[[str], None]) -> bool:
-    """Returns False if the output is complete. Raises BadInput if it has a different dataset, or files are missing."""
+    """Returns False if the output is complete. Raises BadInput for a different dataset or missing files."""
     for leftover in output.glob(".*.tmp"):  # left by a process that was killed while writing
         leftover.unlink(missing_ok=True)
     made_from = output / MADE_FROM
@@ -316,7 +316,7 @@ def has_work(plan: PreparePlan, output: pathlib.Path, folder: pathlib.Path, say:
     is_same_plan = found == plan.key.encode()
     if not is_same_plan and (found is not None or (output / MANIFEST).exists()):
         whole = "a different dataset" if (output / MANIFEST).exists() else "part of a different dataset"
-        raise BadInput(f"{output} has {whole} (different recipe, input or version); use a different --output")
+        raise BadInput(f"{output} already has {whole} (different recipe, input or version); use a different --output")
     if (output / MANIFEST).exists():
         check_manifest(output / MANIFEST, deep=False)
         say(f"{output} is already complete, with the same recipe and input")

@@ -31,7 +31,7 @@ def example_files(cfg: PrepareConfig, say: Callable[[str], None] = ignore_line) 
         return []
     if weights := cfg.classifier.weights:
         if not (path := pathlib.Path(weights).expanduser()).is_file():
-            raise BadInput(f"classifier.weights={weights} does not exist; set a different file, or good and bad")
+            raise BadInput(f"classifier.weights={weights} does not exist; fix it, or use classifier.good and .bad")
         return [str(path)]
     good, bad = ([file.path for file in list_examples(cfg, kind, say)] for kind in ("good", "bad"))
     same = {file_identity(path): path for path in good}
@@ -51,7 +51,7 @@ def list_examples(cfg: PrepareConfig, kind: str, say: Callable[[str], None] = ig
 
 
 def ensure_classifier(cfg: PrepareConfig, folder: pathlib.Path, progress: PrepareProgress) -> dict[str, Any] | None:
-    """Trains the classifier unless it is done. Returns the facts of train_classifier, or None if not training."""
+    """Trains the classifier, unless this was done before. Returns its metrics, or None if the recipe trains none."""
     if "classifier" not in cfg.stages or cfg.classifier.weights:
         return None
     path, done = folder / WEIGHTS, folder / f"{WEIGHTS}.done.json"
@@ -73,7 +73,7 @@ def ensure_classifier(cfg: PrepareConfig, folder: pathlib.Path, progress: Prepar
 
 
 def read_texts(cfg: PrepareConfig, files: Sequence[SourceFile], seen: Counter) -> Iterator[str]:
-    """Yields the texts of the files, read with the recipe's settings. Counts documents, bytes and skips in `seen`."""
+    """Yields the texts of the files. Counts documents, bytes and skipped records in `seen`."""
     for file in files:
         for document in read_file(file, cfg.read, seen):
             seen.update(documents=1, bytes=document.size)
@@ -81,7 +81,7 @@ def read_texts(cfg: PrepareConfig, files: Sequence[SourceFile], seen: Counter) -
 
 
 def with_weights(cfg: PrepareConfig, folder: pathlib.Path) -> PrepareConfig:
-    """Returns the recipe of the passes, which uses the weights in the work folder if they were trained on examples."""
+    """Returns the recipe, with classifier.weights set to the trained weights if the recipe trains a classifier."""
     if "classifier" not in cfg.stages or cfg.classifier.weights:
         return cfg
     classifier_cfg = dataclasses.replace(cfg.classifier, weights=str(folder / WEIGHTS), good=(), bad=())

@@ -31,7 +31,7 @@ class LocalExecutor(contextlib.AbstractContextManager):
         self.pool: concurrent.futures.ProcessPoolExecutor | None = None
 
     def run_all(self, function: Callable[[Any], Any], task: Any, count: int) -> Iterator[Any]:
-        """Implements dedup.Executor.run_all. One worker runs in this process. Raises BadInput if a worker is killed."""
+        """Runs tasks in worker processes, or in this process if workers is 1. Raises BadInput if a worker is killed."""
         tasks = (task._replace(number=number) for number in range(count))
         if self.workers == 1 or count == 1:
             yield from map(function, tasks)
@@ -56,7 +56,7 @@ class LocalExecutor(contextlib.AbstractContextManager):
 
 
 class RecordedContext(multiprocessing.context.SpawnContext):
-    """Spawn context that records its processes, because the caller may have other child processes."""
+    """Spawn context that records its processes, since the caller may have other child processes."""
 
     def __init__(self):
         self.started: list[multiprocessing.process.BaseProcess] = []
@@ -85,7 +85,7 @@ def start_pool(workers: int, context: RecordedContext) -> concurrent.futures.Pro
 def run_windowed(
     pool: concurrent.futures.Executor, function: Callable[[Any], Any], tasks: Iterator[Any], window: int
 ) -> Iterator[Any]:
-    """Yields results as they complete, with at most `window` tasks submitted. Raises the exception of a task."""
+    """Yields results in order of completion. Submits at most `window` tasks at a time. Raises exceptions of tasks."""
     waiting = set()
     while True:
         waiting |= {pool.submit(function, task) for task in itertools.islice(tasks, window - len(waiting))}
@@ -97,7 +97,7 @@ def run_windowed(
 
 
 def init_worker(parent: int) -> None:
-    """Ignores Ctrl-C, which the parent handles, and ends this process when the parent has ended."""
+    """Ignores Ctrl-C, which the parent process handles. Ends this process when the parent has exited."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:

@@ -44,7 +44,7 @@ TEXTS = ("text", "source", "file", "id", "url", "licence", "language")
 
 
 class PreparePass(NamedTuple):
-    """One pass over all documents: runs `stages` in order, then writes the output named by `ends`."""
+    """One pass over all documents: runs `stages` in order, then writes the output that `ends` selects."""
 
     stages: tuple[str, ...]
     ends: Literal["joins", "sample", "tokens"]  # sketches for joins; documents for training a tokenizer; token ids
@@ -52,7 +52,7 @@ class PreparePass(NamedTuple):
 
 
 def plan_passes(stages: Sequence[str], *, train_tokenizer: bool) -> list[PreparePass]:
-    """Returns the passes for the recipe's stages. Adjacent joins of whole documents share a pass."""
+    """Returns the passes for the recipe's stages. Consecutive exact and near deduplication share a pass."""
     passes: list[PreparePass] = []
     stages_of_pass: list[str] = []
     joins: list[str] = []
@@ -117,14 +117,14 @@ def pass_folder(folder: str, number: int) -> pathlib.Path:
 
 
 def done_path(folder: str, number: int, piece: int) -> pathlib.Path:
-    """Returns the path of a piece's done file, in the folder of its first blocks."""
+    """Returns the path of the file that marks an input piece as done, in the folder of the piece's first blocks."""
     group = piece // PIECES_IN_FOLDER
     parent = pass_folder(folder, number) / f"{group // PIECES_IN_FOLDER:03d}" / f"{group % PIECES_IN_FOLDER:03d}"
     return parent / f"{piece:09d}.done.json"
 
 
 def block_base(folder: str, number: int, piece: int, index: int) -> pathlib.Path:
-    """Returns the path of a block without its suffix. `index` is the index of the block in its piece."""
+    """Returns the path of a block without its suffix. index: index of the block in its piece."""
     parent = done_path(folder, number, piece).parent
     if index >= FIRST_BLOCKS:
         parent /= f"{piece:09d}.{index // FOLDER_FILES}"
@@ -132,10 +132,10 @@ def block_base(folder: str, number: int, piece: int, index: int) -> pathlib.Path
 
 
 class PassBlocks(Sequence[str]):
-    """Sequence of the path prefixes of all blocks of a pass, in input order. The index is the block number.
+    """Path prefixes of all blocks of a pass, in input order, indexed by block number.
 
     rows: int64[blocks, COLUMNS + joins]. The columns are the piece, the index in the piece, the number of documents,
-    the number of tokens, and for each join of the pass the number of (key, item) in the block's sketch.
+    the number of tokens, and the number of sketch keys for each join of the pass.
     """
 
     def __init__(self, folder: str, number: int, rows: np.ndarray):
@@ -156,7 +156,7 @@ class PassBlocks(Sequence[str]):
 
 
 def write_blocks(folder: str, number: int, found: np.ndarray) -> PassBlocks:
-    """Saves the blocks of a pass, given in any order, for its tasks. Returns them in input order."""
+    """Sorts the blocks of a pass in input order, saves them for tasks, and returns them. found: rows in any order."""
     rows = found[np.lexsort((found[:, 1], found[:, 0]))]
     remove(pass_folder(folder, number) / "blocks.npy")  # may be damaged, as in write_input
     save_array(pass_folder(folder, number) / "blocks.npy", rows)
@@ -175,7 +175,7 @@ def numbered_path(folder: str | os.PathLike[str], number: int, ending: str = "")
 
 
 def group_blocks(documents: Iterable[Document], block_bytes: int) -> Iterator[list[Document]]:
-    """Yields lists of at least one document, with about block_bytes of text. The result is deterministic."""
+    """Groups consecutive documents into blocks of about block_bytes. The result is deterministic."""
     block: list[Document] = []
     size = 0
     for document in documents:
@@ -230,7 +230,7 @@ def replace_surrogates(text: str) -> str:
 
 
 def write_table(path: pathlib.Path, table: pa.Table, *, packed: bool = True) -> None:
-    """Writes an Arrow file atomically. packed: compress it; readers cannot memory-map part of a compressed file."""
+    """Writes an Arrow file atomically. packed: compress the file, which can then only be read as a whole."""
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression="lz4" if packed else None)
     with pa.ipc.new_file(sink, table.schema, options=options) as writer:
@@ -239,7 +239,7 @@ def write_table(path: pathlib.Path, table: pa.Table, *, packed: bool = True) -> 
 
 
 def read_table(path: pathlib.Path) -> pa.Table:
-    """Returns the table of an Arrow file, memory-mapped. Without compression, only accessed parts are read."""
+    """Returns the table of an Arrow file, memory-mapped. Only the accessed parts of an uncompressed file are read."""
     with open(path, "rb") as file:
         return pa.ipc.open_file(pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))).read_all()
 
@@ -247,14 +247,14 @@ def read_table(path: pathlib.Path) -> pa.Table:
 def mark_done(
     path: pathlib.Path, result: dict[str, Any], files: Iterable[pathlib.Path], folder: pathlib.Path | None = None
 ) -> None:
-    """Writes the done file of a task. `files` has its outputs, in `folder` (default: the folder of the done file)."""
+    """Writes the done file of a task. files: output files, in `folder` (default: the folder of the done file)."""
     folder = folder or path.parent
     plain = {"result": result, "files": {str(file.relative_to(folder)): file_sha256(str(file)) for file in files}}
     write_bytes_atomic(path, json.dumps({**plain, "sha256": json_sha256(plain)}).encode())
 
 
 def read_done(path: pathlib.Path, *folders: pathlib.Path) -> dict[str, Any] | None:
-    """Returns the result in a done file. Returns None if it, or a file that it lists, is missing or damaged."""
+    """Returns the result in a done file, or None if the done file or a file that it lists is missing or damaged."""
     try:
         found = parse_json(read_bytes(path))
     except FileNotFoundError:

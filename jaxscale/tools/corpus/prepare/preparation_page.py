@@ -57,15 +57,15 @@ def rewrite_report(output: pathlib.Path) -> None:
 
 
 def read_facts(output: pathlib.Path) -> dict[str, Any]:
-    """Returns the content of report.json. Raises BadInput for a file that prepare did not write."""
+    """Returns the contents of report.json. Raises BadInput if the file is missing or prepare did not write it."""
     facts = read_json(output / FACTS) if (output / FACTS).exists() else None
     if not isinstance(facts, dict) or not facts.keys() >= {"tally", "clusters", "fertility"}:
-        raise BadInput(f"{output / FACTS} was not written by prepare; restore it, or prepare the dataset again")
+        raise BadInput(f"{output / FACTS} is missing or invalid; restore it, or prepare the dataset again")
     return facts
 
 
 def report_page(facts: Mapping[str, Any]) -> str:
-    """Returns the page. `facts` has the content of report.json (tally, clusters, fertility), and the 'manifest'."""
+    """Returns the HTML page. facts: contents of report.json, and of the manifest under the key 'manifest'."""
     tally, manifest = Tally.from_json(facts["tally"]), facts["manifest"]
     warnings = "".join(f'<div class="warn">{escape(line)}</div>' for line in find_warnings(tally, manifest, facts))
     reading = [(key[1], key[2], n) for key, n in sorted(tally.counts.items()) if key[0] == "read"]
@@ -97,7 +97,7 @@ def report_page(facts: Mapping[str, Any]) -> str:
 
 
 def escape(value: Any) -> str:
-    """Returns the value as HTML text without secrets. Unprintable and bidirectional characters become U+FFFD."""
+    """Returns the value as HTML text, with secrets removed. Unprintable and bidirectional characters become U+FFFD."""
     return in_html("".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in str(value)))
 
 
@@ -107,7 +107,7 @@ def section(title: str, body: str) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Returns an HTML table with escaped cells, or '' without rows. Numbers are right-aligned with separators."""
+    """Returns an HTML table with escaped cells, or '' without rows. Numbers are aligned to the right."""
 
     def cell(tag: str, value: Any) -> str:
         text = f"{value:,}" if isinstance(value, int) else escape(value)
@@ -156,7 +156,7 @@ def funnel_table(tally: Tally, stages: Sequence[str]) -> str:
 
 
 def reasons_and_samples(tally: Tally, kind: str) -> str:
-    """Returns counts by reason and source, and samples. `kind` is 'dropped' or 'edited'."""
+    """Returns the number of documents by reason and source, with samples. kind: 'dropped' or 'edited'."""
     reasons: dict[tuple[str, str], collections.Counter] = collections.defaultdict(collections.Counter)
     for key, n in tally.counts.items():
         if key[0] == kind and key[-1] == "documents":
@@ -197,7 +197,7 @@ def largest_first(numbers: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def clusters(join: Mapping[str, Any]) -> str:
-    """Returns a histogram of the sizes of a join's groups of duplicates, and the largest groups."""
+    """Returns a histogram of the sizes of duplicate groups, and the largest groups."""
     parts = [bars([(f"{size} documents", number) for size, number in join["sizes"]]) or "<p>None.</p>"]
     for group in join["largest"]:
         where = f"{escape(group['file'])} at {group['offset']:,}"
@@ -221,8 +221,8 @@ def detection(recipe: Mapping[str, Any]) -> str:
 def threshold_sentence(cfg: NearConfig) -> str:
     """Returns a sentence that explains the near-duplicate threshold for two texts of equal length.
 
-    If a fraction p of the words changes independently, an n-gram survives with probability (1 - p)^n, so two texts
-    with k n-grams each share (1 - p)^n k. If only one text has a passage with a fraction q of its words, 1 - q is left.
+    If each word differs with probability p, two texts share an n-gram with probability (1 - p)^n. If one text lacks a
+    passage with a fraction q of the words of the other text, the similarity is 1 - q.
     """
     shared = 2 * cfg.threshold / (1 + cfg.threshold)
     changed = 1 - shared ** (1 / cfg.ngram_words)
@@ -234,7 +234,7 @@ def threshold_sentence(cfg: NearConfig) -> str:
 
 
 def classifier_tables(tally: Tally, model: Mapping[str, Any] | None) -> str:
-    """Returns the number of documents and the shares of held-out examples above each classifier threshold."""
+    """Returns a table of documents and held-out examples by minimum classifier score, and a histogram of scores."""
     bins = {int(place): n for place, n in tally.sums("score", "classifier", by=3).items()}
     if not bins:
         return ""
@@ -281,10 +281,7 @@ def find_warnings(tally: Tally, manifest: Mapping[str, Any], facts: Mapping[str,
 
 
 def evaluation_warnings(cfg: ContaminationConfig, item_counts: Mapping[str, int] | None) -> list[str]:
-    """Returns warnings about the evaluation items.
-
-    item_counts: the result of count_items, or None without the stage decontaminate.
-    """
+    """Returns warnings about evaluation items. item_counts: from count_items, or None without decontamination."""
     if item_counts is not None and not cfg.is_named:
         return ["decontaminate.files has no evaluation items, so nothing was searched for"]
     if item_counts is None or not item_counts["too_short"]:
@@ -297,7 +294,7 @@ def evaluation_warnings(cfg: ContaminationConfig, item_counts: Mapping[str, int]
 
 
 def retention_warnings(tally: Tally, manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Yields warnings about the number of remaining documents and their languages, duplicates and evaluation items."""
+    """Yields warnings about the share of documents kept, languages, duplicates and evaluation items."""
     read = tally.total("in", "read")
     share_saved = manifest["num_documents"] / read if read else 1.0
     if share_saved < LOW_RETENTION:

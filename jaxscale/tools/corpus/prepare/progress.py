@@ -28,7 +28,7 @@ class RunningPiece(NamedTuple):
 
 
 def read_running(folder: pathlib.Path) -> list[RunningPiece]:
-    """Returns the progress of all unfinished pieces that report it. `folder` is the work folder."""
+    """Returns the progress of the unfinished pieces that report it. folder: the work folder."""
     found = []
     for path in (folder / RUNNING).glob("*.json"):
         with contextlib.suppress(OSError, BadInput):  # the piece was finished in the meantime
@@ -51,7 +51,7 @@ class PrepareProgress:
 
     @contextlib.contextmanager
     def ticking(self, status: Callable[[], str], running: Callable[[], Sequence[RunningPiece]]) -> Iterator[None]:
-        """Updates the line periodically, since one piece can be a large file. `status` returns additional text."""
+        """Updates the line periodically, since one piece can be a large file. status: returns text to append."""
         self.status, self.running, stop = status, running, threading.Event()
 
         def tick() -> None:
@@ -84,7 +84,7 @@ class PrepareProgress:
             self.say(title)
 
     def add(self, result: Mapping[str, Any] | None) -> None:
-        """Counts a finished piece and updates the line if it is due. `result` is the result of work.run_task."""
+        """Counts a finished piece, and prints the line if enough time has passed. result: result of work.run_task."""
         result = result or {}
         with self.lock:
             self.counts["done"] += 1
@@ -139,7 +139,7 @@ class PrepareProgress:
         self.title = ""
 
     def write(self, text: str) -> None:
-        """Writes text that is safe for a terminal. If the disk is full, only the progress output stops."""
+        """Writes text that is safe for a terminal. If writing fails, as on a full disk, disables progress output."""
         if self.stream is None:
             return
         try:

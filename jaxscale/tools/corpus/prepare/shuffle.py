@@ -38,7 +38,7 @@ RunAll = Callable[[Callable[[Any], Any], Any, int], Iterator[Any]]  # Executor.r
 
 
 class RecordRun(NamedTuple):
-    """Records in a file, sorted by their first two numbers (key, item). They are read only on request."""
+    """A range of records in a file, sorted by their first two numbers (key, item). read() loads the records."""
 
     path: str
     start: int  # byte offset of the first record
@@ -71,7 +71,7 @@ class RecordRun(NamedTuple):
             file.seek(self.start)
             num_bytes = file.readinto(rows.data)
         if num_bytes != rows.nbytes:
-            raise BadInput(f"{self.path} is truncated: read {num_bytes:,} of {rows.nbytes:,} bytes; prepare again")
+            raise BadInput(f"{self.path} is truncated: read {num_bytes:,} of {rows.nbytes:,} bytes; run prepare again")
         rows[:, 1] |= np.uint64(self.item)
 
 
@@ -107,7 +107,7 @@ class Shuffle(NamedTuple):
         return next(n for n in range(1, 64) if enough(n))
 
     def num_splitting_levels(self, num_levels: int) -> int:
-        """Returns the number of levels that split ranges, for a total of `num_levels`."""
+        """Returns how many of `num_levels` levels split key ranges."""
         return num_levels - (self.merges_first and num_levels > 1)
 
     @property
@@ -129,7 +129,7 @@ class Shuffle(NamedTuple):
         return min(first, self.outputs) * self.span // self.outputs
 
     def inputs_of_task(self) -> tuple[list[int], int, int]:
-        """Returns (numbers of the files that this task reads, its first key, its last key + 1)."""
+        """Returns (numbers of the input files, first key, last key + 1) of this task."""
         part, run = divmod(self.number, self.num_runs(self.level))
         before, fan_in = self.num_runs(self.level - 1), ceil_root(self.inputs, self.num_levels)
         base = part // self.fan_out * before
@@ -142,7 +142,7 @@ class Shuffle(NamedTuple):
         return numbered_path(self.out if is_last else f"{self.folder}/level{level}", number, ending)
 
     def max_records(self, record_bytes: int) -> int:
-        """Returns the number of records of this size that fit in the memory of a task."""
+        """Returns the number of records of `record_bytes` bytes that fit in the memory of a task."""
         return max(1, self.memory_bytes // record_bytes)
 
 
@@ -157,7 +157,7 @@ def ceil_root(number: int, num_levels: int) -> int:
 def run_shuffle(
     run_all: RunAll, shuffle: Shuffle, merge_task: Callable[[Shuffle], Any], last_task: Callable[[Shuffle], Any]
 ) -> Iterator[Any]:
-    """Runs `merge_task` on all levels but the last. Yields the result of `last_task` for each range, in any order."""
+    """Runs merge_task for all levels except the last. Yields last_task's result for each key range, in any order."""
     for level in range(1, shuffle.num_levels):
         count = shuffle.num_ranges(level) * shuffle.num_runs(level)  # each task writes one file
         for _ in run_all(merge_task, shuffle._replace(level=level), count):
@@ -184,7 +184,7 @@ def merge_records(task: Shuffle) -> None:
 
 
 def write_once(task: Shuffle, write: Callable[[pathlib.Path], int]) -> int:
-    """Runs `write` for the output file of a task, unless it is done. Returns the number of records."""
+    """Runs `write` for the output file of a task, unless the file is complete. Returns the number of records."""
     path = task.path(task.level, task.number, ".npy")
     done = path.with_suffix(".done.json")
     if (found := read_done(done)) is not None:
@@ -196,10 +196,10 @@ def write_once(task: Shuffle, write: Callable[[pathlib.Path], int]) -> int:
 
 
 def open_run(path: pathlib.Path, begin: int, end: int, item: int = 0) -> RecordRun:
-    """Returns the records of a file, uint64[n, width], with keys in [begin, end). `item`: see RecordRun."""
+    """Opens the records in a .npy file, uint64[n, width], with keys in [begin, end). item: see RecordRun."""
     records = open_array(path)
     if records.ndim != 2 or records.shape[1] < 2 or records.dtype != np.uint64:
-        raise BadInput(f"{path} has {records.dtype}{list(records.shape)} instead of (key, item) records; delete it")
+        raise BadInput(f"{path} has {records.dtype}{list(records.shape)}, not records; delete it and prepare again")
     keys = np.asarray(records)[:, 0]
     first = bisect.bisect_left(keys, begin)  # np.searchsorted would copy every key
     count, width = records.shape
@@ -208,10 +208,10 @@ def open_run(path: pathlib.Path, begin: int, end: int, item: int = 0) -> RecordR
 
 
 def merge_runs(runs: Sequence[RecordRun], max_rows: int) -> Iterator[np.ndarray]:
-    """Yields the records of all runs, sorted and unique by their first two numbers, at most `max_rows` at a time.
+    """Yields the records of all runs, sorted and unique by their first two numbers, in parts of at most max_rows.
 
-    Equal records (at most one per run) are not separated, and runs whose smallest record is the median are not split,
-    so a part may have up to two additional records per run.
+    A part can have up to two additional records per run, since equal records stay in one part, and a run that begins
+    with the median record is not split.
     """
     runs = [run for run in runs if run.count] or runs[:1]
     if sum(run.count for run in runs) > max_rows and (halves := split_at_median(runs)):
@@ -247,7 +247,7 @@ def read_chunks(path: pathlib.Path, max_rows: int) -> Iterator[np.ndarray]:
 
 
 def save_rows(path: pathlib.Path, parts: Iterable[np.ndarray]) -> int:
-    """Writes the parts, uint64[k, width] each, to one .npy file atomically. Returns the number of records."""
+    """Writes parts, each uint64[k, width], to one .npy file atomically. Returns the number of records."""
     parts, count = iter(parts), 0
     first = next(parts)
     width = first.shape[1]
@@ -270,7 +270,7 @@ def write_header(file: BinaryIO, count: int, width: int) -> None:
 
 
 def save_sorted(path: pathlib.Path, parts: Iterable[np.ndarray], max_rows: int) -> int:
-    """Writes parts that are sorted individually as one sorted file of unique records. Returns the number of records."""
+    """Merges sorted parts into one sorted file of unique records. Returns the number of records."""
     bounds = [0]
 
     def count_rows() -> Iterator[np.ndarray]:

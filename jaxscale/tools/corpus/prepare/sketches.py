@@ -40,7 +40,7 @@ EDGES = (2, 3, 4, 5, 10, 100, 1000, 1 << 62)  # bin edges of the histogram of gr
 
 
 def item_numbers(block: int, places: Any) -> np.ndarray:
-    """Returns uint64[n], the items of a block. Raises BadInput if the block or an index needs too many bits."""
+    """Returns uint64[n], the item numbers for `places` in a block. Raises BadInput if a number needs too many bits."""
     places = np.asarray(places, np.uint64)
     for name, value, bits in (("block", block, BLOCK_BITS), ("item in a block", places.max(initial=0), PLACE_BITS)):
         if not 0 <= int(value) < 1 << bits:
@@ -61,7 +61,7 @@ def block_slice(items: np.ndarray, block: int) -> slice:
 
 
 def write_sketch(path: str | os.PathLike[str], sketch: Sketch) -> None:
-    """Writes a block's signatures, and then its sketch: sorted (key, item), uint64[m, 2]."""
+    """Writes a block's signatures, if any, and then its sketch: (key, item), uint64[m, 2], sorted."""
     rows = np.stack([sketch.keys, item_numbers(0, sketch.places)], axis=1)
     if sketch.signatures is not None:
         save_array(signatures_path(path), np.ascontiguousarray(sketch.signatures, np.uint32))
@@ -90,7 +90,7 @@ def open_array(path: str | os.PathLike[str]) -> np.memmap:
 
 
 def num_partitions(total_bytes: int, memory_bytes: int) -> int:
-    """Returns the number of partitions of sketches with total_bytes, so that joining a partition fits in memory_bytes.
+    """Returns how many partitions sketches of total_bytes need, so that a join of one partition fits in memory_bytes.
 
     Keys are hashes, so partition sizes differ only by chance. A margin of 20% allows for that.
     """
@@ -100,7 +100,7 @@ def num_partitions(total_bytes: int, memory_bytes: int) -> int:
 def pair_equal_keys(rows: np.ndarray, neighbours: int = 0) -> np.ndarray:
     """Returns uint64[k, 2], sorted and unique: (item, first item with the same key) for each repeated key.
 
-    `rows` has sorted and unique (key, item), uint64[n, 2]. Each item is also paired with its `neighbours` preceding
+    rows: (key, item), uint64[n, 2], sorted and unique. Each item is also paired with its `neighbours` preceding
     items with the same key, so that candidates are compared even if they differ from the first item.
     """
     new = np.ones(len(rows), bool)
@@ -119,7 +119,7 @@ def pair_equal_keys(rows: np.ndarray, neighbours: int = 0) -> np.ndarray:
 
 
 def pair_chunks(parts: Iterable[np.ndarray], neighbours: int = 0) -> Iterator[np.ndarray]:
-    """Yields the pairs within each part and across parts, since a key may continue in the next part."""
+    """Yields the pairs of pair_equal_keys() for rows that arrive in parts. Equal keys may span several parts."""
     before = np.zeros((0, 2), np.uint64)
     for part in parts:
         rows = np.concatenate([before, part])
@@ -139,7 +139,7 @@ def sort_unique(rows: np.ndarray) -> np.ndarray:
 
 
 def read_signatures(items: np.ndarray, sketch_of: Callable[[int], str | os.PathLike[str]]) -> np.ndarray:
-    """Returns uint32[items, permutations], signatures of the items' documents. sketch_of: block -> sketch path."""
+    """Returns uint32[items, permutations], signatures of the items' documents. sketch_of(block): path."""
     blocks, documents = split_items(items)
     order = np.lexsort((documents, blocks))
     starts = np.flatnonzero(np.diff(blocks[order], prepend=-1))
@@ -153,19 +153,19 @@ def read_signatures(items: np.ndarray, sketch_of: Callable[[int], str | os.PathL
 
 
 def is_similar(left: np.ndarray, right: np.ndarray, threshold: float) -> np.ndarray:
-    """Returns bool[n], True where a fraction of at least `threshold` of the numbers in two signatures are equal.
+    """Returns bool[n], True where two signatures agree in at least a fraction `threshold` of their numbers.
 
-    Signatures are the rows of two uint32[n, permutations]. The fraction estimates the Jaccard similarity of two
-    documents (Broder, 1997) with a standard error of at most 0.5 / sqrt(permutations).
+    Signatures are rows of `left` and `right`, uint32[n, permutations]. The fraction estimates the Jaccard similarity of
+    two documents (Broder, 1997) with a standard error of at most 0.5 / sqrt(permutations).
     """
     return np.count_nonzero(left == right, axis=1) >= threshold * left.shape[1] - 1e-9  # in floats, 0.7 * 10 exceeds 7
 
 
 def components(items: np.ndarray, firsts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (items, smallest linked items), uint64[k] each, sorted, for each item that is linked to a smaller item.
+    """Returns (items, smallest item of each item's component), uint64[k] each, sorted. Omits the smallest items.
 
     Connected components are found by hooking and pointer jumping (Shiloach and Vishkin, 1982): each root is attached to
-    the smallest root that it is paired with, and all paths are shortened, until no pair joins two roots.
+    the smallest root that it is paired with, and all paths are shortened, until no pair connects two roots.
     """
     nodes = np.unique(np.concatenate([items, firsts]))
     left, right = np.searchsorted(nodes, items), np.searchsorted(nodes, firsts)
@@ -182,7 +182,7 @@ def components(items: np.ndarray, firsts: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 class Ranges:
-    """Rows uint64[k, 2] partitioned by their first number, with one file per range."""
+    """Rows, uint64[k, 2], partitioned into ranges of their first number. Each range has one file."""
 
     def __init__(self, folder: pathlib.Path, bounds: np.ndarray, memory_bytes: int):
         self.folder, self.bounds, self.memory_bytes = folder, bounds, memory_bytes  # bounds: first key of each range
@@ -191,7 +191,7 @@ class Ranges:
         folder.mkdir(parents=True)
 
     def add(self, rows: np.ndarray) -> None:
-        """Adds rows in any order. They are appended to the files when memory_bytes are buffered."""
+        """Adds rows in any order. Appends them to the files once more than memory_bytes are buffered."""
         rows = rows[np.argsort(rows[:, 0], kind="stable")]
         for number, part in enumerate(np.split(rows, np.searchsorted(rows[:, 0], self.bounds[1:]))):
             if len(part):
@@ -206,7 +206,7 @@ class Ranges:
         self.buffered_bytes = 0
 
     def pop_chunks(self, number: int) -> Iterator[np.ndarray]:
-        """Yields and removes the rows of a range in bounded parts, since copies of one item may exceed the memory."""
+        """Yields the rows of a range in parts, since they may not fit in memory. Deletes the rows."""
         for part in self.buffered.pop(number, ()):
             self.buffered_bytes -= part.nbytes
             yield part
@@ -230,11 +230,11 @@ def external_components(
     output: pathlib.Path,
     memory_bytes: int,
 ) -> dict[str, Any]:
-    """Writes uint64[2, k] to output, sorted: the removed items, and the smallest item that each one is linked to.
+    """Writes uint64[2, k] to `output`, sorted: the removed items, and the item that is kept instead of each of them.
 
-    `pairs` returns parts uint64[k, 2] of (item, smaller item), num_pairs in total, and is called twice if there are
-    many. Items are below `span`. `folder` is for intermediate files and must not exist.
-    Returns the histogram of group sizes and the kept items of the largest groups, as plain data.
+    pairs: returns num_pairs pairs (item, smaller item), uint64[k, 2], in parts. It is called twice if there are many.
+    span: upper bound of the items. folder: folder for intermediate files, which must not exist.
+    Returns a histogram of group sizes and the kept items of the largest groups, as plain data.
     """
     count = max(1, -(-num_pairs * PAIR_BYTES // memory_bytes))
     bounds = even_bounds(pairs(), count, span) if count > 1 else np.zeros(1, np.uint64)
@@ -263,9 +263,9 @@ def external_components(
 
 
 def point_down(number: int, edges: Ranges, resolved: Ranges, queries: Ranges) -> int:
-    """Finds the components within a range and adds links of lower items to `edges`. Returns the number of its items.
+    """Links the items of a range to smaller items. Adds pairs of lower items to `edges`. Returns the number of links.
 
-    An item that points to an item of this range is added to `resolved`, and to an item of a lower range, to `queries`.
+    Items linked to an item of this range are added to `resolved`, and items linked to a lower range to `queries`.
     """
     rows = np.stack(components(*edges.pop_rows(number).T), axis=1)
     is_local = rows[:, 0] >= edges.bounds[number]
@@ -278,7 +278,7 @@ def point_down(number: int, edges: Ranges, resolved: Ranges, queries: Ranges) ->
 
 
 def even_bounds(pairs: Iterable[np.ndarray], count: int, span: int) -> np.ndarray:
-    """Returns uint64[at most count], the first items of ranges with about equally many pairs."""
+    """Returns uint64[at most count], the first item of each range. All ranges have about equally many pairs."""
     width = -(-span // BINS)
     found = np.zeros(BINS, np.int64)
     for part in pairs:
@@ -290,7 +290,7 @@ def even_bounds(pairs: Iterable[np.ndarray], count: int, span: int) -> np.ndarra
 
 
 def answer_queries(queries: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Returns uint64[k, 2] of (item, kept item) for each query (smaller item, item). rows: known (item, kept item)."""
+    """Answers queries (smaller item, item) with (item, kept item), uint64[k, 2]. rows: (removed item, kept item)."""
     place = np.searchsorted(rows[:, 0], queries[:, 0])
     keepers = queries[:, 0].copy()
     is_removed = place < len(rows)
@@ -300,7 +300,7 @@ def answer_queries(queries: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def group_facts(ranges: Iterable[np.ndarray]) -> dict[str, Any]:
-    """Returns a histogram of group sizes and the largest groups. ranges: parts of (kept item, number of copies)."""
+    """Returns a histogram of group sizes and the largest groups. ranges: (kept item, number of copies), in parts."""
     binned, largest = np.zeros(len(EDGES) - 1, np.int64), []
     bins = zip(EDGES, EDGES[1:])
     labels = [f"{start}" if stop == start + 1 else f"{start:,} to {stop - 1:,}" for start, stop in bins]

@@ -32,15 +32,15 @@ class Tally:
     """Counts and samples. `counts` is keyed by tuples whose first element is the kind of count:
 
     ("read", source, reason)                  documents or bytes that were skipped or repaired while reading
-    ("in", stage, source, "documents"|"bytes"), and the same with "out"
+    ("in"|"out", stage, source, "documents"|"bytes")  content before and after the stage
     ("dropped", stage, source, reason, "documents"|"bytes")
     ("edited", stage, source, reason, "documents"|"times")
     ("detail", stage, reason, detail)         documents
-    ("score", stage, source, bin)             documents by the stage's score, in SCORE_BINS bins from 0 to 1
+    ("score", stage, source, bin)             documents in each of SCORE_BINS bins of the stage's score, from 0 to 1
     ("length", source, power of two)          documents read, by size in bytes
     ("language", source, language)            documents written
     ("written", source, "documents"|"bytes")  content of the shards
-    ("lost", "texts"|"characters"|kind)       text of a sample that the tokenizer loses, see text/tokenizer/loss
+    ("lost", "texts"|"characters"|kind)       text in samples that the tokenizer loses (runtime/text/tokenizer/loss.py)
     ("lost letter", character)                characters that the tokenizer loses
     """
 
@@ -84,7 +84,7 @@ class Tally:
             self.sample(stage, reason, document, after)
 
     def sample(self, stage: str, reason: str, before: Document, after: Document | None) -> None:
-        """Saves the document as a sample if its hash is among the smallest."""
+        """Saves the document as a sample if its hash is among the smallest hashes for this stage and reason."""
         name = f"{before.file}|{before.offset}|{stage}|{reason}".encode(errors="surrogatepass")
         order = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
         samples = self.samples.setdefault((stage, reason), [])
@@ -96,14 +96,14 @@ class Tally:
         del samples[SAMPLES:]
 
     def add_skipped(self, source: str, file: str, offset: int, skipped: Mapping[str, int]) -> None:
-        """Counts documents that were skipped or repaired while reading part of a file, and samples the file."""
+        """Counts documents that were skipped or repaired while reading part of a file. Saves the file as a sample."""
         for reason, number in skipped.items():
             self.counts["read", source, reason] += number
             if reason in FIXES:
                 self.sample("read", reason, Document("", source, file, offset), None)
 
     def left_out(self, prefix: str) -> ReadLosses | None:
-        """Returns what was skipped while reading, or None. prefix: prefix of setting names in the message."""
+        """Returns a summary of the skipped input, or None. prefix: prefix of setting names in its message."""
         places = {}
         for (stage, reason), samples in self.samples.items():
             if stage == "read":
@@ -174,7 +174,7 @@ class Tally:
 
 
 def excerpt(before: str, after: str | None) -> tuple[str, str | None]:
-    """Returns excerpts of two texts, from the start or from shortly before the first difference."""
+    """Returns excerpts of a text before and after an edit, from shortly before the first difference."""
     start = 0
     if after is not None:
         start = next((i for i, (a, b) in enumerate(zip(before, after)) if a != b), min(len(before), len(after)))

@@ -50,7 +50,7 @@ def tokenize_block(
     """Writes BASE.ids (token ids with BOS and EOS) and BASE.arrow (one row per document), sorted by shuffle key.
 
     `path` is the tokenizer's path, and `place` is (piece, index of the block in the piece).
-    Returns (number of tokens, fertility of a sample as plain data, tokenizer loss on samples).
+    Returns (number of tokens, measure_fertility() of a sample, measure_loss() of the texts).
     Raises BadInput if the fast encoder gives wrong ids or an id outside the vocabulary.
     """
     tokenizer = tokenizer_of(path, cfg.tokenizer)
@@ -74,7 +74,7 @@ def tokenize_block(
 
 
 def merge_ids(block: EncodedBlock, documents: Sequence[Document]) -> EncodedBlock:
-    """Returns the tokenized texts and the documents that were read as token ids, merged in document order."""
+    """Merges tokenized texts with documents that were read as token ids, in document order."""
     encoded, dtype = iter(block.split()), block.ids.dtype
     parts = [np.frombuffer(one.ids, "<u4").astype(dtype) if one.ids else next(encoded) for one in documents]
     return EncodedBlock(np.concatenate(parts), np.array([len(part) for part in parts], np.int64))
@@ -115,7 +115,7 @@ def shard_name(number: int, count: int) -> str:
 
 
 def merge_tokens(task: Shuffle) -> None:
-    """Runs a task before the last level. Writes BASE.ids and BASE.arrow in the format of a block."""
+    """Merges blocks before the last level of the shuffle. Writes BASE.ids and BASE.arrow in the format of a block."""
     done, *files = (task.path(task.level, task.number, ending) for ending in (".done.json", ".ids", ".arrow"))
     if lookup.read_done(done) is not None:
         return
@@ -126,7 +126,7 @@ def merge_tokens(task: Shuffle) -> None:
 
 
 def write_merged(task: Shuffle, ids_file: BinaryIO, rows_file: BinaryIO) -> None:
-    """Writes the merged ids and rows of a task in key order, in parts, to bound memory."""
+    """Writes the merged ids and rows of a task in key order. Merges one key range at a time, to bound memory."""
     numbers, begin, end = task.inputs_of_task()
     parts = -(-len(numbers) // MERGE_BATCH_FILES)
     bounds = [begin + (end - begin) * part // parts for part in range(parts + 1)]
@@ -262,7 +262,7 @@ def measure_fertility(tokenizer: Tokenizer, documents: Sequence[Document]) -> li
 
 
 def add_counts(sums: FertilitySums, key: tuple[str, str], counts: Sequence[int], bits: np.ndarray) -> None:
-    """Adds counts and the bit mask of ids to the sums of a key."""
+    """Adds counts, and the bit mask of the ids that occurred, to the entry of `key` in `sums`."""
     total = sums.setdefault(key, [np.zeros(len(counts), np.int64), np.zeros_like(bits)])
     total[0] += counts
     total[1] |= bits

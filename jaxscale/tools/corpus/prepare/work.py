@@ -112,7 +112,7 @@ def run_task(task: Task) -> dict[str, Any]:
 def process_block(
     cfg: PrepareConfig, task: Task, base: pathlib.Path, documents: list[Document], index: int
 ) -> dict[str, Any]:
-    """Runs the stages on a block and writes it. Returns {'blocks': list of one block, or none, 'tally': counts}."""
+    """Runs the stages on a block and writes it. Returns {'blocks': [BlockResult] or [], 'tally': counts}."""
     tally, step = Tally(), lookup.passes_of(task.folder)[task.pass_number]
     if task.pass_number == 0:
         tally.counts.update(("length", document.source, str(document.size.bit_length())) for document in documents)
@@ -181,7 +181,7 @@ def input_blocks(cfg: PrepareConfig, task: Task, tally: Tally, running: PiecePro
 def read_documents(
     cfg: PrepareConfig, folder: str, file: SourceFile, skipped: Counter, part: Part
 ) -> Iterator[Document]:
-    """Yields the documents of a part of a file. Token ids are decoded. Raises BadInput, also for masked labels."""
+    """Yields the documents in part of a file. Decodes token ids. Raises BadInput for damaged data and masked labels."""
     read_cfg = cfg.read_cfg(file.source)
     choice = FieldChoice("text")  # default for a damaged file that is skipped, which read_file counts
     with handle_damage(file.path, read_cfg, Counter()):

@@ -58,7 +58,7 @@ def family_of(hf: Mapping[str, Any]) -> HfFamily:
     family = FAMILIES[model_type]
     architectures = hf.get("architectures") or []
     if not isinstance(architectures, list):
-        raise BadInput(f"config.json: architectures={short(architectures)} must be a list of names; fetch it again")
+        raise BadInput(f"config.json: architectures={short(architectures)} must be a list of names; download it again")
     for architecture in architectures:
         if architecture not in family.architectures:
             known = or_list(list(family.architectures))
@@ -67,7 +67,7 @@ def family_of(hf: Mapping[str, Any]) -> HfFamily:
 
 
 def read(hf: Mapping[str, Any]) -> tuple[HfFamily, AnyModelConfig, dict[str, Any]]:
-    """Returns (family, model config, passed-through keys) of a config.json. Raises BadInput if unsupported."""
+    """Returns (family, model config, passed-through keys) of a config.json. Raises BadInput if it is not supported."""
     family = family_of(hf)
     if hf.get("quantization_config"):
         raise BadInput("config.json: quantization_config is not supported; convert the unquantized model")
@@ -80,7 +80,8 @@ def read(hf: Mapping[str, Any]) -> tuple[HfFamily, AnyModelConfig, dict[str, Any
         raise BadInput(f"config.json: {error}") from None
     except (KeyError, TypeError, AttributeError, ArithmeticError) as error:  # the file is untrusted
         raise BadInput(
-            f"config.json is not a valid {family.model_type} config ({type(error).__name__}: {error}); fetch it again"
+            f"config.json is not a valid {family.model_type} config ({type(error).__name__}: {error}); "
+            "download it again"
         ) from None
     return family, cfg, {key: values[key] for key in PASSTHROUGH if key in values}
 
@@ -105,7 +106,7 @@ def write(family: HfFamily, cfg: AnyModelConfig, passthrough: Mapping[str, Any] 
 
 
 def family_for(cfg: AnyModelConfig, origin: str | None = None) -> HfFamily:
-    """Returns a family that represents cfg, preferably `origin`. Raises BadInput with settings that none supports."""
+    """Returns a family that represents cfg, preferably `origin`. Raises BadInput if no family can represent it."""
     first = FAMILIES.get(origin or "")
     nearest: dict[str, Any] | None = None
     for family in ([FAMILIES[first.exported_as or first.model_type]] if first else []) + list(ALL):
@@ -119,7 +120,7 @@ def family_for(cfg: AnyModelConfig, origin: str | None = None) -> HfFamily:
 
 
 def lost_settings(family: HfFamily, cfg: AnyModelConfig) -> dict[str, Any] | None:
-    """Returns {setting: value} lost in a round trip through config.json, or None for a different kind of model."""
+    """Returns {setting: value} that config.json cannot represent, or None for a different kind of model."""
     if type(cfg) is not type(family.read_config({})):
         return None
     restored, settings = settings_of(family.read_config(family.write_config(cfg))), settings_of(cfg)
@@ -154,7 +155,7 @@ def leaf_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def tensors(family: HfFamily, cfg: AnyModelConfig, base: str | None = None) -> list[TensorPair]:
-    """Returns all tensors of a model under the family's names, layer by layer. base: prefix, by default the first."""
+    """Returns all tensors of a model with the family's names, layer by layer. base: name prefix; default: the first."""
     shapes = leaf_shapes(cfg)
     prefix = family.prefixes[0] if base is None else base
     rope_dim = getattr(cfg, "rope_dim", 0)
@@ -194,7 +195,7 @@ def tensors(family: HfFamily, cfg: AnyModelConfig, base: str | None = None) -> l
 
 
 def untracked_leaves(cfg: AnyModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns {leaf: shape} of router loads, which training updates and which are not in files."""
+    """Returns {leaf: shape} of the router loads, which training updates but Hugging Face files do not contain."""
     experts = getattr(cfg, "experts", None)
     if experts is None:
         return {}
@@ -215,7 +216,7 @@ def match(family: HfFamily, cfg: AnyModelConfig, names: Collection[str]) -> tupl
         patterns += (r"(.*\.)?lm_head\.weight",)  # some files store the tied embedding twice
     left_out = sorted(name for name in names - known if matches_any(name, patterns))
     if missing := sorted(known - names):
-        raise BadInput(f"the checkpoint has no {first_names(missing)}, which config.json requires; fetch it again")
+        raise BadInput(f"the checkpoint has no {first_names(missing)}, which config.json requires; download it again")
     unknown = sorted(names - known - set(left_out))
     layer_of = lambda name: int(found[1]) if (found := re.match(r"(?:.*\.)?layers\.(\d+)\.", name)) else -1
     if extra_layers := [name for name in unknown if family.extra_layers and layer_of(name) >= cfg.num_layers]:
@@ -226,10 +227,11 @@ def match(family: HfFamily, cfg: AnyModelConfig, names: Collection[str]) -> tupl
     if unknown:
         raise BadInput(
             f"the checkpoint has {first_names(unknown)}, which {family.model_type} with this config.json does not have"
+            "; download config.json again"
         )
     return pairs, left_out
 
 
 def first_names(names: list[str]) -> str:
-    """Returns up to three names, and the number of remaining names, as text."""
+    """Returns up to three names and the number of the other names, as text."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

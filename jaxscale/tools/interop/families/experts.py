@@ -30,7 +30,7 @@ DENSE = tuple(
 
 
 def expert_rows(mlp: str, gate: str, up: str, down: str) -> tuple[tuple[TensorSpec, ...], dict[str, tuple[str, ...]]]:
-    """Returns (specs of a router and its experts, {fused name: separate names}). mlp: name of their module."""
+    """Returns (specs of a router and its experts, {fused name: separate names}). mlp: name of the parent module."""
     names = [f"{llama.LAYER}{mlp}.experts.{{expert}}.{name}.weight" for name in (gate, up, down)]
     rows = (
         TensorSpec("blocks/mlp/router", f"{llama.LAYER}{mlp}.gate.weight", 1, transposed=True),
@@ -44,7 +44,7 @@ def expert_rows(mlp: str, gate: str, up: str, down: str) -> tuple[tuple[TensorSp
 
 
 def read_experts(hf: Mapping[str, Any], keys: Mapping[str, str], usual: int, **more: Any) -> dict[str, Any]:
-    """Returns the settings of experts. Raises BadInput if NAMES have different values. usual: default number."""
+    """Returns the expert settings. Raises BadInput if the keys in NAMES differ. usual: default number of experts."""
     numbers = [hf[name] for name in NAMES if hf.get(name) is not None]
     if len(numbers) == 2 and numbers[0] != numbers[1]:
         raise BadInput(f"{NAMES[0]}={short(numbers[0])} and {NAMES[1]}={short(numbers[1])} must be equal")
@@ -53,7 +53,7 @@ def read_experts(hf: Mapping[str, Any], keys: Mapping[str, str], usual: int, **m
 
 
 def write_experts(cfg: LlamaConfig, keys: Mapping[str, str]) -> dict[str, Any]:
-    """Returns config.json keys, as the inverse of read_experts(), or {} for a dense model (see lost_settings)."""
+    """Returns the config.json keys of the experts (inverse of read_experts), or {} for a dense model."""
     return {} if cfg.experts is None else {key: getattr(cfg.experts, setting) for setting, key in keys.items()}
 
 
@@ -94,7 +94,7 @@ def qwen3_moe_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def qwen3_moe_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """Returns the config.json keys of a Qwen3-MoE, as the inverse of qwen3_moe_settings()."""
+    """Returns the config.json keys of Qwen3-MoE, as the inverse of qwen3_moe_settings()."""
     windowed = dict(use_sliding_window=cfg.attention_window is not None, sliding_window=cfg.attention_window)
     found = windowed | write_experts(cfg, QWEN3_KEYS)
     if cfg.experts is not None:
@@ -191,11 +191,11 @@ def latent_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def expert_settings(hf: Mapping[str, Any], **more: Any) -> ExpertsConfig:
-    """Returns the settings of routed and shared experts. more: additional settings of the family."""
+    """Returns the settings of routed and shared experts. more: additional fields of ExpertsConfig."""
     shared = hf["n_shared_experts"]
     refuse_unless(hf, **dict.fromkeys(NAMES, (None, hf["n_routed_experts"])))  # aliases in transformers
     if not shared:
-        raise BadInput(f"n_shared_experts={short(shared)} is not supported; it must be 1 or more")
+        raise BadInput(f"n_shared_experts={short(shared)} is not supported; it must be at least 1")
     found = {setting: hf[key] for setting, key in DEEPSEEK_KEYS.items()}
     return ExpertsConfig(**found, shared_dim=shared * hf["moe_intermediate_size"], **more)
 
@@ -209,7 +209,7 @@ def group_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shared_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """Returns the keys of DeepSeek-V2 and V3. The keys of other models do not round-trip (see lost_settings)."""
+    """Returns the config.json keys that DeepSeek-V2 and V3 share. For other models, the result is incomplete."""
     latent, experts = cfg.latent, cfg.experts
     if latent is None or experts is None:
         return dict(num_key_value_heads=None, head_dim=None, first_k_dense_replace=0)
@@ -222,14 +222,14 @@ def shared_keys(cfg: LlamaConfig) -> dict[str, Any]:
 
 
 def v2_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of DeepSeek-V2: unnormalized softmax scores over all experts or limited groups."""
+    """Returns the settings of DeepSeek-V2: unnormalized softmax scores, optionally with group-limited routing."""
     refuse_unless(hf, mlp_bias=(False,))
     groups = group_settings(hf) if hf["topk_method"] == "group_limited_greedy" else {}
     return latent_settings(hf) | dict(experts=expert_settings(hf, normalised=False, **groups))
 
 
 def v2_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """Returns the config.json keys of a DeepSeek-V2, as the inverse of v2_settings()."""
+    """Returns the config.json keys of DeepSeek-V2, as the inverse of v2_settings()."""
     shared = shared_keys(cfg)
     return shared | dict(topk_method="group_limited_greedy" if shared.get("n_group", 1) > 1 else "greedy")
 
@@ -242,7 +242,7 @@ def v3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def v3_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """Returns the keys of a DeepSeek-V3. num_nextn_predict_layers is 0, since transformers 5 defaults to 1."""
+    """Returns the config.json keys of DeepSeek-V3. Sets num_nextn_predict_layers=0, as transformers 5 defaults to 1."""
     if cfg.experts is None:
         return shared_keys(cfg)
     return shared_keys(cfg) | dict(norm_topk_prob=cfg.experts.normalised, num_nextn_predict_layers=0)

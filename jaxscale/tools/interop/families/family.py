@@ -17,12 +17,12 @@ HEAD = "lm_head.weight"
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """One Hugging Face tensor and its leaves, which are concatenated along the outputs.
+    """Names of a Hugging Face tensor and of its leaves, which are concatenated along the output axis.
 
     inputs: number of leading axes of a leaf that a matmul contracts, or 0 for a vector. transposed: the file has
-    [out, in]. interleaved: the RoPE dimensions at the end of the last axis are interleaved pairs in the file but halves
-    in the leaf. A spec applies if the model has its leaves. A spec for "blocks/" without experts also applies to the
-    dense layers before the layers with experts.
+    [out, in]. interleaved: at the end of the last axis, the RoPE dimensions are interleaved pairs in the file and two
+    halves in the leaf. A spec applies if the model has its leaves. Specs for "blocks/", except for experts, also apply
+    to the dense layers before the layers with experts.
     """
 
     leaf_names: str | tuple[str, ...]  # such as "blocks/attention/wq"; "blocks/" means one per layer
@@ -49,7 +49,7 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True)
 class TensorPair:
-    """One Hugging Face tensor and its leaves with their shapes, which are read and written together."""
+    """One Hugging Face tensor and its leaves, with their shapes. Leaves of a pair are read and written together."""
 
     leaves: tuple[str, ...]  # such as "blocks/attention/wq", or "blocks/0/attention/wq" if layers are not scanned
     layer: int | None  # index on the leading axis of the leaves, or None without a layer axis
@@ -66,7 +66,7 @@ class TensorPair:
         return tuple(at for at in (self.layer, self.expert) if at is not None)
 
     def to_leaves(self, tensor: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Returns the leaves, as views where possible. Raises BadInput for a different shape."""
+        """Splits the tensor into leaves, which are views if possible. Raises BadInput for a wrong shape."""
         self.check(self.hf_name, tensor.shape, self.hf_shape)
         flat = tensor.T if self.row.transposed else tensor
         ends = np.cumsum([math.prod(shape[self.row.inputs :]) for shape in self.leaf_shapes])[:-1]
@@ -84,7 +84,7 @@ class TensorPair:
         return flat.T if self.row.transposed else flat
 
     def deinterleave(self, leaf: np.ndarray, inverse: bool = False) -> np.ndarray:
-        """Separates the interleaved pairs at the end of the last axis into two halves."""
+        """Converts interleaved pairs at the end of the last axis to two halves, or back if `inverse`."""
         if not self.interleaved_dims:
             return leaf
         order = np.arange(self.interleaved_dims).reshape(-1, 2).T.reshape(-1)
@@ -118,7 +118,7 @@ class HfFamily:
 
 
 def matrix_shape(shape: Shape, inputs: int) -> Shape:
-    """Returns the shape (inputs, outputs) of a matrix, or (entries,) of a vector."""
+    """Flattens the shape of a leaf to (inputs, outputs) for a matrix, or (entries,) for a vector."""
     return (math.prod(shape[:inputs]), math.prod(shape[inputs:])) if inputs else (math.prod(shape),)
 
 

@@ -62,7 +62,7 @@ def gemma3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     found = gemma2_shared_settings(hf) | dict(qk_norm=True)
     local_base, local_scaling = settings.read_layer_type_rope(hf, settings.SLIDING)
     if local_scaling is not None:
-        raise BadInput("RoPE scaling of sliding_attention is not supported, only for full_attention")
+        raise BadInput("RoPE scaling of sliding_attention is not supported; set it only for full_attention")
     if "global_every" in found or "global_first" in found:
         found |= dict(local_rope_base=local_base)
     elif "attention_window" in found:  # no layer is global
@@ -71,7 +71,7 @@ def gemma3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gemma2_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """Returns the config.json keys of a Gemma 2 or 3, as the inverse of gemma2_shared_settings()."""
+    """Returns the config.json keys of Gemma 2 or 3, as the inverse of gemma2_shared_settings()."""
     scalar = cfg.head_dim if cfg.query_scalar is None else cfg.query_scalar
     found = dict(
         query_pre_attn_scalar=int(scalar) if scalar == int(scalar) else scalar,

@@ -28,7 +28,7 @@ LAYER = "layers.{layer}."
 
 
 def linear(leaf: str, module: str, inputs: int = 1, interleaved: bool = False) -> TensorSpec:
-    """Returns the spec for a torch Linear of each layer. inputs, interleaved: see TensorSpec."""
+    """Returns the spec for the weight of a torch.nn.Linear in each layer. inputs, interleaved: see TensorSpec."""
     return TensorSpec(f"blocks/{leaf}", f"{LAYER}{module}.weight", inputs, transposed=True, interleaved=interleaved)
 
 
@@ -77,10 +77,10 @@ def llama_family(
     keys: Callable[[LlamaConfig], dict[str, Any]] = lambda cfg: {},
     **more: Any,
 ) -> HfFamily:
-    """Returns a family of models with a LlamaConfig.
+    """Returns a family of models that LlamaConfig represents.
 
-    defaults: transformers' values of absent keys. choices: {key: supported values}; the first value is written unless
-    it is None. same: {setting: key} in addition to CONFIG_KEYS. settings: computes additional settings, including
+    defaults: transformers' values for absent keys. choices: {key: supported values}; the first value is written unless
+    it is None. same: {setting: key} to copy, in addition to CONFIG_KEYS. settings: returns other settings. They include
     rope_base if read_rope() does not apply. keys: inverse of `settings`. more: other fields of HfFamily.
     """
     names = CONFIG_KEYS | dict(same)
@@ -137,7 +137,7 @@ QWEN_DEFAULTS = dict(  # defaults of transformers' Qwen2Config; Qwen3Config has 
 
 
 def qwen_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sliding windows of a Qwen model, where only later layers may have a window."""
+    """Returns the sliding-window settings of a Qwen model, in which only the last layers may have a window."""
     first, window = hf["max_window_layers"], hf["sliding_window"] if hf["use_sliding_window"] else None
     later = FULL if window is None else SLIDING
     types = hf["layer_types"] or [later if layer >= first else FULL for layer in range(hf["num_hidden_layers"])]
@@ -199,7 +199,7 @@ def phi3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def phi3_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """Returns the RoPE keys of Phi-3. transformers 4 rejects other keys and derives the factor from the lengths."""
+    """Returns the RoPE keys that transformers 4 accepts for Phi-3. It derives the factor from the context lengths."""
     scaling = cfg.rope_scaling
     if scaling is None or scaling.name != "longrope":
         return {"rope_scaling": None}  # other scalings do not round-trip

@@ -82,9 +82,9 @@ def refuse_unless(hf: Mapping[str, Any], **allowed: tuple) -> None:
 
 
 def number(values: Mapping[str, Any], key: str) -> float:
-    """Returns a value as float. Raises BadInput unless it is a JSON number."""
+    """Returns a value as a float. Raises BadInput unless it is a JSON number."""
     if type(values[key]) not in (int, float):
-        raise BadInput(f"{key}={short(values[key])} must be a number; fetch it again")
+        raise BadInput(f"{key}={short(values[key])} must be a number; download the file again")
     return float(values[key])
 
 
@@ -103,15 +103,15 @@ def read_windows(hf: Mapping[str, Any], types: Sequence[str], usual: int | None 
         return {}
     window = hf.get("sliding_window")
     if window is None:
-        raise BadInput("layer_types has sliding_attention, but sliding_window is missing; set it")
+        raise BadInput("layer_types has sliding_attention, but sliding_window is missing; set sliding_window")
     first = types.index(SLIDING) if SLIDING in types else 0
     settings = dict(attention_window=window) | (dict(global_first=first) if first else {})
     for every in (usual, None, *range(2, length + 1)):
         if types == expected_layer_types(length, first, every):
             return settings if every is None else settings | dict(global_every=every)
     raise BadInput(
-        "layer_types is not supported: full_attention must be in the first layers, every n-th layer, or both, "
-        "but is in layers " + ", ".join(str(layer) for layer, name in enumerate(types, 1) if name != SLIDING)
+        "layer_types is not supported: full_attention must be in the first layers, in every n-th layer, or in "
+        "both, but is in layers " + ", ".join(str(layer) for layer, name in enumerate(types, 1) if name != SLIDING)
     )
 
 
@@ -127,7 +127,7 @@ def refuse_unread(family: HfFamily, hf: Mapping[str, Any]) -> None:
 
 
 def unread(family: HfFamily, hf: Mapping[str, Any]) -> list[str]:
-    """Returns the keys that have a value and are unknown to the family."""
+    """Returns the keys that have a value and are not known to the family."""
     known = {*family.keys, *READ_BY_ALL, *PASSTHROUGH, *IGNORED}
     return sorted(key for key, value in hf.items() if key not in known and value is not None)
 
@@ -137,12 +137,12 @@ def read_rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     scaling, parameters = hf.get("rope_scaling") or {}, hf.get("rope_parameters") or {}
     rope = {"rope_theta": hf["rope_theta"], **(scaling or parameters)}
     if nested := [key for key, value in rope.items() if isinstance(value, Mapping)]:
-        raise BadInput(f"rope_parameters for only {nested[0]} are not supported for {hf.get('model_type')}")
+        raise BadInput(f"rope_parameters of {hf.get('model_type')} must not have groups of layers; remove {nested[0]}")
     found, unread = parse_rope(rope, hf), parameters.get("rope_theta", rope["rope_theta"])
     if scaling and "rope_theta" not in scaling and unread != rope["rope_theta"]:
         raise BadInput(
-            f"rope_scaling overrides rope_parameters, so transformers ignores its rope_theta={short(unread)} and uses "
-            f"{short(rope['rope_theta'])}; keep only one of the two keys, with rope_theta inside"
+            f"transformers ignores rope_theta={short(unread)} in rope_parameters, since rope_scaling is set, and uses "
+            f"{short(rope['rope_theta'])}; merge rope_parameters and rope_scaling into one of the two keys"
         )
     return found
 
@@ -152,7 +152,7 @@ def read_layer_type_rope(hf: Mapping[str, Any], layers: str) -> tuple[float, Rop
     parameters = hf.get("rope_parameters") or {}
     if misplaced := [key for key in parameters if key not in (FULL, SLIDING)]:
         raise BadInput(
-            f"rope_parameters has {misplaced[0]} next to the layer types, where transformers "
+            f"rope_parameters has {misplaced[0]} outside the groups of layer types, where transformers "
             f"ignores it for {hf.get('model_type')}; move it into {FULL} and {SLIDING}"
         )
     usual = {"rope_theta": hf["rope_theta" if layers == FULL else "rope_local_base_freq"]}
@@ -168,10 +168,10 @@ def parse_rope(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> tuple[float, R
     base, name = number(rope, "rope_theta"), rope.get("rope_type", rope.get("type", "default"))
     if rope.get("type", name) != name:
         raise BadInput(
-            f"RoPE has type={short(rope['type'])}, but transformers uses rope_type={short(name)}; remove type"
+            f"RoPE type={short(rope['type'])} differs from rope_type={short(name)}, which takes priority; remove type"
         )
     if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor")) not in (None, 1.0):
-        raise BadInput("partial_rotary_factor is not supported; only full heads are rotated")
+        raise BadInput("partial_rotary_factor must be 1, since RoPE is applied to whole heads")
     if name == "default":
         return base, None
     if name not in SCALINGS:
@@ -189,12 +189,12 @@ def read_scaling(name: str, rope: Mapping[str, Any], hf: Mapping[str, Any]) -> d
         return factors | {LENGTH: original_of(rope, hf)}
     if name == "dynamic":  # transformers uses max_position_embeddings as the original length
         if hf.get(MAX_POSITIONS) is None:
-            raise BadInput(f"RoPE scaling 'dynamic' needs {MAX_POSITIONS}")
+            raise BadInput(f"RoPE scaling 'dynamic' requires {MAX_POSITIONS} in config.json")
         return {"factor": number(rope, "factor"), LENGTH: hf[MAX_POSITIONS]}
     found: dict[str, Any] = {}
     for key in ("short_factor", "long_factor") if name == "longrope" else ():
         if not isinstance(rope[key], list) or any(type(one) not in (int, float) for one in rope[key]):
-            raise BadInput(f"{key}={short(rope[key])} must be a list of numbers; fetch it again")
+            raise BadInput(f"{key}={short(rope[key])} must be a list of numbers; download it again")
         found[key] = tuple(map(float, rope[key]))
     found[LENGTH] = original_of(rope, hf)
     if rope.get("factor") is not None:
@@ -202,7 +202,7 @@ def read_scaling(name: str, rope: Mapping[str, Any], hf: Mapping[str, Any]) -> d
     elif hf.get(MAX_POSITIONS) is not None:
         found["factor"] = hf[MAX_POSITIONS] / found[LENGTH]
     else:
-        raise BadInput(f"RoPE scaling has no factor, and config.json has no {MAX_POSITIONS} to derive it from")
+        raise BadInput(f"RoPE scaling has no factor, and config.json has no {MAX_POSITIONS} to derive it from; set one")
     if rope.get("attention_factor") is not None:
         found["attention_factor"] = number(rope, "attention_factor")
     if name == "longrope":
@@ -215,21 +215,21 @@ def read_scaling(name: str, rope: Mapping[str, Any], hf: Mapping[str, Any]) -> d
 
 
 def original_of(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> int:
-    """Returns the context length before RoPE scaling. Raises BadInput if the length is absent or contradictory."""
+    """Returns the context length before RoPE scaling. Raises BadInput if the length is missing or ambiguous."""
     name = rope.get("rope_type", rope.get("type"))
     original = rope.get(ORIGINAL_POSITIONS, hf.get(MAX_POSITIONS))
     if name == "longrope":  # Phi-3 files have the length only outside rope_scaling
         original = rope.get(ORIGINAL_POSITIONS, hf.get(ORIGINAL_POSITIONS, hf.get(MAX_POSITIONS)))
     if original is None or hf.get(ORIGINAL_POSITIONS, original) != original:
-        raise BadInput(f"RoPE scaling {name!r} needs {ORIGINAL_POSITIONS} in rope_scaling, and no other value outside")
+        raise BadInput(f"RoPE scaling {name!r} requires one {ORIGINAL_POSITIONS}; set it only in rope_scaling")
     return original
 
 
 def write_rope(cfg: LlamaConfig) -> dict[str, Any]:
-    """Returns rope_theta and rope_scaling, which both transformers 4 and 5 read.
+    """Returns rope_theta and rope_scaling, in a form that transformers 4 and 5 can read.
 
-    Adds max_position_embeddings if it affects the result: as the original length of dynamic, and in transformers 4 for
-    the factor of yarn and longrope.
+    Adds max_position_embeddings if transformers derives RoPE from it: the original length for 'dynamic', and in
+    transformers 4, the factor for 'yarn' and 'longrope'.
     """
     scaling = cfg.rope_scaling
     if scaling is None:
@@ -251,9 +251,9 @@ def write_rope(cfg: LlamaConfig) -> dict[str, Any]:
 
 
 def with_static_rope(cfg: AnyModelConfig) -> AnyModelConfig:
-    """Returns cfg with length-dependent RoPE scaling fixed for row_len.
+    """Returns cfg without length-dependent RoPE scaling: fixes the scaling for sequences of length row_len.
 
-    dynamic becomes a larger rope_base, and longrope uses one list of factors for all lengths.
+    'dynamic' becomes a larger rope_base, and 'longrope' uses one list of factors for all lengths.
     """
     scaling = getattr(cfg, "rope_scaling", None)
     if not isinstance(cfg, LlamaConfig) or scaling is None or scaling.row_len is None or scaling.name not in BY_LENGTH:
