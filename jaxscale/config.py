@@ -175,7 +175,7 @@ def check_ramp(cfg: RunConfig) -> None:
 
 
 def check_seq_len_ramp(cfg: RunConfig) -> None:
-    """Raises BadInput unless lengths of seq_len_ramp increase and divide seq_len, and sequences may be split."""
+    """Raises BadInput unless seq_len_ramp increases, its lengths divide seq_len, and splitting is allowed."""
     lengths = [length for length, _ in cfg.seq_len_ramp]
     for before, length in zip((1, *lengths), (*lengths, cfg.seq_len) if lengths else ()):
         if length <= before:

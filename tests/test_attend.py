@@ -135,7 +135,7 @@ def test_what_is_no_file_in_the_place_of_one_is_one_line_and_keeps_nobody_waitin
     workdir = tmp_path / "run"
     workdir.mkdir()
     MAKE[kind](workdir / name)
-    with pytest.raises(BadInput, match=f"{name} must be a file, but is .*; move or delete"):
+    with pytest.raises(BadInput, match=f"{name} must be a (regular )?file, but is .*; (move|remove)"):
         with run_services(cfg, str(workdir), DEFAULT_OPTIONS, Alone()):
             raise AssertionError("begun")
     assert [path.name for path in workdir.iterdir()] == [name] and not (tmp_path / "none").exists()

@@ -95,7 +95,7 @@ def test_a_whole_number_written_with_an_exponent_is_an_integer(path):
         ({"model.scan_layers": "3"}, "model.scan_layers=3 is not true or false"),
         ({"model.compute_dtype": "bfloat1"}, "did you mean 'bfloat16'?"),
         ({"model": "llama"}, "model='llama' must be a group of settings"),
-        ({"seed.x": "1"}, "seed.x='1': seed is 1, not a group of settings"),
+        ({"seed.x": "1"}, "seed.x='1' cannot be set: seed is 1, not a group of settings"),
         ({"rules": "zero4"}, "rules='zero4' is not one of zero1, zero2, zero3"),
     ],
 )

@@ -194,7 +194,7 @@ def test_overrides_reach_settings_that_the_file_names_and_those_it_omits():
 
 
 def test_an_override_cannot_reach_into_a_value():
-    with pytest.raises(ValueError, match="seed.x='1': seed is 5, not a group of settings"):
+    with pytest.raises(ValueError, match="seed.x='1' cannot be set: seed is 5, not a group of settings"):
         schema.merge({"seed": 5}, {"seed.x": "1"})
 
 

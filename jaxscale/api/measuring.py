@@ -209,7 +209,7 @@ def evaluate(
 
 
 def measure_tokens(request: EvalRequest, model: LoadedModel, tokens: Mapping[str, Tokens]) -> dict[str, float]:
-    """Returns the metrics of token ids. Raises BadInput for invalid ids, and for invalid or duplicate names."""
+    """Returns metrics for token ids. Raises BadInput for invalid ids, and for invalid or duplicate names."""
     context = request.context or model.seq_len
     stride = request.stride or max(context // 2, 1)
     check_context(model, context)

@@ -37,7 +37,7 @@ class Attempt:
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, output: int | None = None):
         """Starts the command. Must be called in the main thread. Raises BadInput if the program does not exist."""
         if shutil.which(command[0], path=(env or os.environ).get("PATH")) is None:
-            raise BadInput(f"{command[0]} is not an executable on PATH; put the program first after --")
+            raise BadInput(f"{command[0]} is not an executable on PATH; put the program right after --")
         if sys.platform.startswith("linux"):
             command = [sys.executable, "-I", "-S", "-c", EXEC_TIED_TO_PARENT, str(os.getpid()), *command]
         self.process = subprocess.Popen(

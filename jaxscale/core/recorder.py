@@ -186,7 +186,7 @@ def make_max_logit_recorder(
 def clip_heads(
     params: dict, intermediates: Sequence[Intermediates], *, limit: float, stacks: Sequence[str]
 ) -> tuple[dict, dict[str, jax.Array]]:
-    """Scales down heads whose logits exceed the limit. Returns (parameters, metrics). intermediates: one per stack."""
+    """Scales down heads whose logits exceed the limit. Returns (parameters, metrics). intermediates are per stack."""
     maxima = [stack.maxima[MAX_LOGITS] for stack in intermediates]
     for name, max_LN in zip(stacks, maxima, strict=True):
         factor_LN = jnp.where(max_LN > limit, limit / max_LN, 1.0)  # 1 for -inf, if a head has no text

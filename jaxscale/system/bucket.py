@@ -55,7 +55,7 @@ class Look(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Client for all buckets. `authorise` adds credentials to headers. `attempts` limits consecutive failures."""
+    """Client for any bucket. `authorise` adds credentials to headers. `attempts` limits consecutive failures."""
 
     endpoint: str
     authorise: Callable[[dict[str, str]], None]

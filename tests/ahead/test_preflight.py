@@ -251,5 +251,5 @@ def test_jax_takes_a_part_of_a_gpus_memory_and_the_variable_changes_it(topology,
     assert usable_memory(gpu)[0] == 2**29
     for text in ("much", "nan", "inf", "-1", "0", "2"):
         monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", text)
-        with pytest.raises(BadInput, match=f"XLA_PYTHON_CLIENT_MEM_FRACTION='{text}' must be above 0"):
+        with pytest.raises(BadInput, match=f"XLA_PYTHON_CLIENT_MEM_FRACTION='{text}' must be a number above 0"):
             usable_memory(gpu)

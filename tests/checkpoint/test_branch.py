@@ -219,7 +219,7 @@ def momentum(lr):
     [
         ({"rename": ("heat=>output",)}, "init.rename='heat=>output' matches no leaf of .*similar: params/head"),
         ({"rename": ("embedding|head=>one",)}, "init.rename maps several arrays of .* to params/one"),
-        ({"skip": ("lm_head",)}, "init.skip='lm_head' matches no leaf of the checkpoint .*; nearest: .*params/head"),
+        ({"skip": ("lm_head",)}, "init.skip='lm_head' matches no leaf of the checkpoint .*; similar: .*params/head"),
         ({"from_path": "nowhere"}, "init.from_path=nowhere contains no checkpoint"),
         ({"from_path": "{}/checkpoints/4"}, "has no step 4; use step 3 or 7"),
     ],

@@ -51,7 +51,7 @@ def test_the_hosts_parts_make_the_same_global_batch_read_in_any_order(batches, h
 def test_rows_may_be_any_and_not_side_by_side(batches):
     picked = batches.rows(3, [3, 1])
     np.testing.assert_array_equal(picked.tokens, batches.batch(3).tokens[[3, 1]])
-    with pytest.raises(ValueError, match="rows .* among the 4 rows"):
+    with pytest.raises(ValueError, match="rows .* out of range: there are 4 rows"):
         batches.rows(3, [4])
 
 

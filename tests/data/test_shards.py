@@ -169,8 +169,8 @@ def test_equal_lineage_gives_equal_bytes_however_the_table_was_put_together():
     [
         (lambda table: table.slice(1), "has 1 rows for 2 documents"),
         (lambda table: table.drop_columns(["offset"]), r"lacks the columns \['offset'\]"),
-        (lambda table: table.set_column(1, "offset", pyarrow.array(["a", "b"])), "'offset' is string, not int64"),
-        (lambda table: table.append_column("score", pyarrow.array(["high", "low"])), "column 'score' is string"),
+        (lambda table: table.set_column(1, "offset", pyarrow.array(["a", "b"])), "'offset' has type string, not int64"),
+        (lambda table: table.append_column("score", pyarrow.array(["high", "low"])), "column 'score' has type string"),
         (lambda table: table.append_column("id", table["id"]), "duplicate columns"),
     ],
 )  # fmt: skip

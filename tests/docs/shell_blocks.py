@@ -45,17 +45,20 @@ def pages() -> list[pathlib.Path]:
 
 def blocks_of(page: str, text: str) -> list[Block]:
     """Every fenced block without a language or with a shell's, and every indented one."""
-    found, lines, place = [], text.split("\n"), 0
+    found, lines, place, margin = [], text.split("\n"), 0, 4
     while place < len(lines):
+        if lines[place][:1].strip():  # 4 spaces continue a list item, 8 are code in it
+            margin = 8 if re.match(r"(\d+\.|[-*]) ", lines[place]) else 4
+        code = " " * margin
         fence = re.match(r"^( *)(`{3,}|~{3,})(\w*)", lines[place])
         if fence:
             end = next(i for i in range(place + 1, len(lines)) if lines[i].lstrip().startswith(fence[2]))
             if fence[3] in SHELLS:
                 found.append(Block(page, place + 2, dedented(lines[place + 1 : end])))
             place = end + 1
-        elif lines[place].startswith("    ") and (place == 0 or not lines[place - 1].strip()):
+        elif lines[place].startswith(code) and (place == 0 or not lines[place - 1].strip()):
             end = place
-            while end < len(lines) and (lines[end].startswith("    ") or goes_on(lines, end)):
+            while end < len(lines) and (lines[end].startswith(code) or goes_on(lines, end, code)):
                 end += 1
             found.append(Block(page, place + 1, dedented(lines[place:end])))
             place = end
@@ -64,10 +67,10 @@ def blocks_of(page: str, text: str) -> list[Block]:
     return found
 
 
-def goes_on(lines: list[str], place: int) -> bool:
-    """Whether an empty line is within an indented block, as Markdown has it."""
+def goes_on(lines: list[str], place: int, code: str) -> bool:
+    """Whether an empty line is within a block indented by `code`, as Markdown has it."""
     after = next((line for line in lines[place:] if line.strip()), "")
-    return not lines[place].strip() and after.startswith("    ")
+    return not lines[place].strip() and after.startswith(code)
 
 
 def dedented(lines: list[str]) -> tuple[str, ...]:

@@ -144,7 +144,7 @@ def test_neither_what_is_kept_nor_where_changes_values_or_gradients(model, chang
         ("llama", {"remat": "full", "remat_save": ("query",)}, "remat_save needs remat='save', but remat='full'"),
         ("llama", {"remat": "save"}, "needs remat_save or remat_offload"),
         ("llama", {"remat": "none", "remat_offload": ("query",)}, "cannot be combined with remat='none'"),
-        ("llama", {"remat": "dots", "remat_offload": ("query",)}, "use full, attention, qkv, minimal, save"),
+        ("llama", {"remat": "dots", "remat_offload": ("query",)}, "use remat=full, attention, qkv, minimal, save"),
         ("llama", {"remat": "save", "remat_save": ("key",), "remat_offload": ("key",)}, "remove it from one of them"),
         ("llama", {"remat": "save", "remat_save": ("key", "key")}, "'key' twice"),
     ],

@@ -117,7 +117,7 @@ def test_more_numbers_than_the_kernel_counts_are_taken_in_parts(rows, calls):
 
 def test_a_row_with_more_numbers_than_the_kernel_counts_is_one_line_with_a_way_out():
     with pytest.raises(
-        ValueError, match=r"rows of 524288 tokens .* have at least 2\^31 elements; use a larger mesh.tensor"
+        ValueError, match=r"fewer than 2\^31 elements .* not 524288 tokens .*; use a larger mesh.tensor"
     ):
         CudnnCall(1, 524_288, 32, 128, dtype=jnp.bfloat16, documents=16, window=None)
 

@@ -232,7 +232,7 @@ def test_a_decay_that_was_decided_and_not_saved_is_forgotten():
     ("overrides", "message"),
     [
         ({"limit.deadline": "soon"}, "limit: deadline='soon' must be a time such as 2026-12-24T18:00, or a duration"),
-        ({"limit.dollars": -1.0}, r"limit: dollars=-1.0 must be at least 0"),
+        ({"limit.dollars": -1.0}, r"limit: dollars=-1.0 must be finite and at least 0"),
         (
             {"limit.deadline": "1h", "limit.on_overrun": "decay", "optim.decay": "cosine"},
             "optim.decay='cosine' has no constant phase before a decay; set optim.decay to wsd or constant, or",

@@ -98,7 +98,7 @@ def test_the_tensor_axis_must_divide_the_encoders_row_too():
     more = {"model": tiny.T5 | dict(vocab_size=VOCAB, num_heads=4), "data.objective": objective, "mesh.fsdp": 2}
     cfg = tiny.config(more | {"mesh.tensor": 4})
     assert cfg.row_lengths[:2] == (cfg.seq_len, 10)
-    with pytest.raises(ValueError, match=r"rows of 16 and 10 tokens.*use data.objective.multiple_of=4"):
+    with pytest.raises(ValueError, match=r"sequences of 16 and 10 tokens.*use data.objective.multiple_of=4"):
         make_program(cfg, resolve_budget(cfg, None), jax.devices()[:8])
     cfg = tiny.config(more | {"mesh.tensor": 4, "data.objective": objective | dict(multiple_of=4)})
     assert make_program(cfg, resolve_budget(cfg, None), jax.devices()[:8]).cfg.row_lengths[:2] == (16, 12)

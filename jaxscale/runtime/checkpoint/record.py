@@ -71,7 +71,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def weight_leaves(leaves: Iterable[str], what: str) -> dict[str, str]:
-    """Returns {'w': 'params/w'} for the leaves of a group. For 'ema', adds frozen parameters, which have no average."""
+    """Maps a group's leaves to paths, such as {'w': 'params/w'}. Group 'ema' includes frozen parameters."""
     found = {name.removeprefix(f"{what}/"): name for name in leaves if name.startswith(f"{what}/")}
     if what != "ema" or not found:
         return found
@@ -134,7 +134,7 @@ def read_last_good(directory: Any) -> dict[str, Any] | None:
 
 
 def load_last_good(directory: Any) -> dict[str, Any] | str | None:
-    """Returns the content of last_good.json, an error message if invalid, None if missing. Raises Stop (STORAGE)."""
+    """Returns the content of last_good.json, an error message if invalid, or None if missing. Raises Stop (STORAGE)."""
     path = directory / LAST_GOOD
     try:
         found = stop_if_unreachable(lambda: paths.read_json(path), path)

@@ -158,7 +158,7 @@ class TieredCheckpoints(Checkpoints):
         return self.resumed_copy if self.resumed_copy is not None and step == self.resumed_copy.offer.step else None
 
     def restore(self, step: int, abstract_state: Any, *, partial: bool = False) -> Any:
-        """Same as Checkpoints.restore(). If this start resumes from a local copy, reads it onto the same mesh."""
+        """Same as Checkpoints.restore(). A local copy is restored onto the mesh that saved it."""
         if (copy := self.resumed_copy_of(step)) is None:
             return super().restore(step, abstract_state, partial=partial)
         _, record, pieces = copy
@@ -200,7 +200,7 @@ class TieredCheckpoints(Checkpoints):
         return super().set_aside_after(step, reason)
 
     def begin(self, step: int) -> None:
-        """Begins to make local copies after a start at `step`. Removes invalid copies. Call in all processes."""
+        """Begins local copying in a run that started at `step`. Removes invalid copies. Call in all processes."""
         workdir = self.directory.parent
         if self.store is None:  # invalidates copies of earlier starts, so that later starts do not resume from them
             agreed(lambda: stop_if_unwritable(lambda: lineage.invalidate_after(workdir, step), workdir))

@@ -44,7 +44,7 @@ def read_batch(read: ReadRows, rows: Sequence[int], transforms: Sequence[Transfo
 
 
 def map_dataset(element: Callable[[int], Any], length: int) -> grain.MapDataset:
-    """Returns a dataset of element(0), element(1), ... Avoids .map(), which adds 15 to 20 microseconds per call."""
+    """Returns a dataset of element(0), element(1), ... Avoids .map(), which adds 15 to 20 microseconds per element."""
     return grain.MapDataset.source(BatchSource(element, length))
 
 

@@ -202,7 +202,7 @@ def open_data(
 def open_shards(
     cfg: DataConfig, files: Sequence[SourceFile], val_files: Sequence[SourceFile], vocab_size: int, say: Say
 ) -> tuple[list[Shard], list[Shard], Tokenizer | None]:
-    """Returns (training shards, validation shards, tokenizer or None). Raises BadInput if they do not fit the model."""
+    """Returns (training shards, validation shards, tokenizer or None). Raises BadInput if the model differs."""
     open_files = open_tokens if cfg.name == "tokens" else open_documents
     shards, val_shards, tokenizer = open_files(cfg, files, val_files, vocab_size, say)
     for shard in [*shards, *val_shards]:

@@ -91,7 +91,7 @@ class TextStream:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = (), stops: Sequence[str] = ()):
         if "" in stops:
-            raise BadInput("a stop text must not be empty; remove the empty one")
+            raise BadInput("a stop string is empty; remove it")
         self.decode, self.stops = decode, tuple(stops)
         self.ids = list(prompt)[-CONTEXT:]  # tokens to decode; tokens before `begin` are only context
         self.begin, self.num_emitted = len(self.ids), 0  # num_emitted: characters returned after the context

@@ -123,7 +123,7 @@ class ReadConfig:
 
     def __post_init__(self):
         if not self.text_field:
-            raise BadInput("text_field is empty; set it to the field or column of the text, such as 'text'")
+            raise BadInput("text_field is empty; set it to the text field or column, such as 'text'")
         for name in ("max_document_bytes", "max_line_bytes", "max_unpacked_bytes", "max_window_bytes"):
             if getattr(self, name) < 1:
                 raise BadInput(f"{name}={getattr(self, name)} must be 1 or more")

@@ -126,7 +126,7 @@ class LimitMonitor:
         return EndForecast(step_seconds, self.done_at[-1] + (self.limit.total_steps - step) * step_seconds)
 
     def report_overrun(self, step: int, now: float, forecast: EndForecast) -> None:
-        """Reports once that the run is expected to exceed the limit, and once that it has exceeded it."""
+        """Reports once if the run is expected to exceed the limit, and again when it has."""
         limit, passed = self.limit, now > self.limit.ends_at
         if (self.reported_passed if passed else self.reported) or (passed and self.reported_passed):
             return

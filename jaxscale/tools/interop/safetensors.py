@@ -84,7 +84,7 @@ class File:
                 view[done : done + len(piece)] = piece
                 done += len(piece)
         except FileNotFoundError:
-            raise BadInput(f"{url} was replaced or removed while it was read; run the command again") from None
+            raise BadInput(f"{url} was replaced or removed during the read; run the command again") from None
 
 
 def stat_file(path: Any) -> File:

@@ -21,7 +21,7 @@ MeshSizes = dict[str, int]  # {mesh axis: size}, and the number of 'chunks'
 
 
 def all_layouts(cfg: RunConfig, num_devices: int, num_slices: int = 1) -> Iterator[MeshSizes]:
-    """Yields all meshes with reasonable pipeline, context and expert sizes, starting with meshes of size 1.
+    """Yields all meshes with reasonable pipeline, context and expert sizes, starting with sizes of 1.
 
     If one of these axes is larger than 1, the data axis is 1 or the number of slices. Within a slice, fsdp sends no
     more bytes than data parallelism and needs less memory.

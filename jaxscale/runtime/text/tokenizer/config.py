@@ -77,7 +77,7 @@ class TrainTokenizerConfig:
                 f"vocab_size={self.vocab_size} must exceed {smallest}, to fit {pieces} and {len(names)} special tokens"
             )
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise BadInput(f"special_tokens, eos_token and reserved tokens have duplicates: {twice}")
+            raise BadInput(f"duplicates in special_tokens, eos_token and reserved tokens: {twice}")
         if "" in names:
             raise BadInput("eos_token and special_tokens must not be empty")
         if self.sample_bytes < 1 or self.reserved < 0 or self.max_alphabet < 1:

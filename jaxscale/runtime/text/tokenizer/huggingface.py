@@ -244,8 +244,8 @@ def train_wordpiece(texts: Sequence[str], cfg: TrainTokenizerConfig) -> tokenize
     first = [*special, *alphabet, *(PREFIX + character for character in alphabet)]
     if len(first) > cfg.vocab_size:
         raise BadInput(
-            f"vocab_size={cfg.vocab_size} is too small for {len(special)} special tokens and {len(alphabet)} "
-            "characters, which need two ids each; increase vocab_size, or reduce max_alphabet"
+            f"vocab_size={cfg.vocab_size} is too small for {len(special)} special tokens plus two ids for each of "
+            f"{len(alphabet)} characters; increase vocab_size, or reduce max_alphabet"
         )
     trainer = trainers.WordPieceTrainer(
         vocab_size=cfg.vocab_size, special_tokens=first, initial_alphabet=alphabet, limit_alphabet=len(alphabet),
