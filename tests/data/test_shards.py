@@ -118,8 +118,8 @@ def test_an_end_token_beyond_the_vocabulary_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("lengths", "sources", "told"),
     [
-        ([1, 1], [0, 0], "3 ids do not match the lengths of 2 documents"),
-        ([3, 0], [0, 0], "3 ids do not match the lengths of 2 documents"),
+        ([1, 1], [0, 0], "the lengths of 2 documents do not sum to 3 ids"),
+        ([3, 0], [0, 0], "the lengths of 2 documents do not sum to 3 ids"),
         ([1, 2], [0, 0], "does not end with the end token 256"),
         ([1, 2], [0], "1 source numbers must be 2 indices"),
         ([1, 2], [0, 1], "2 source numbers must be 2 indices"),

@@ -192,7 +192,9 @@ def test_a_folder_in_use_is_never_written_to(tmp_path):
 def test_it_is_no_run_to_go_on_with(tmp_path):
     make_folder(tmp_path / "hf")
     bring_in(tmp_path / "hf", tmp_path / "run")
-    with pytest.raises(Stop, match="contains a converted model, not a run; .* with --init_from=.*run and another --workdir") as caught:
+    with pytest.raises(
+        Stop, match="contains a converted model, not a run; .* --init_from=.*run and another --workdir"
+    ) as caught:
         open_run(tiny.config(), str(tmp_path / "run"), lambda line: None)
     assert caught.value.code == Exit.CONFIG_MISMATCH
 

@@ -135,7 +135,7 @@ def test_the_steps_of_a_schedule_follow_from_tokens_steps_and_percents():
 @pytest.mark.parametrize(
     ("optim", "message"),
     [
-        (dict(decay="piecewise", factors=("80%",)), r"optim: factors has '80%', .* the form 'WHEN=>FACTOR'"),
+        (dict(decay="piecewise", factors=("80%",)), r"optim: '80%' in factors .* the form 'WHEN=>FACTOR'"),
         (dict(decay="piecewise", factors=("80%=>-1",)), "factors must be finite and at least 0"),
         (dict(decay="piecewise", factors=("soon=>1",)), "factors='soon' is not an amount of training"),
         (dict(decay="piecewise", factors=("80%=>0.3", "5 steps=>0.1")), "start at steps 80, 5 of this"),

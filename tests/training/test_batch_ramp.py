@@ -205,7 +205,7 @@ def test_a_replay_leaves_out_the_batches_that_its_ramp_left_out(tmp_path, progra
 @pytest.mark.soak
 def test_another_ramp_is_refused_like_another_batch(tmp_path, programs):
     loop.train(dataclasses.replace(open_ramp(tmp_path / "run", programs), stop_after=5))
-    with pytest.raises(Stop, match="has other settings: batch_ramp: .*restore these settings$") as stop:
+    with pytest.raises(Stop, match="settings differ from the run in .*: batch_ramp: .*restore them$") as stop:
         open_ramp(tmp_path / "run", programs, {"batch_ramp": (("8 rows", 24 * ROW), ("16 rows", "30%"))})
     assert stop.value.code is Exit.CONFIG_MISMATCH
     with pytest.raises(Stop, match=r"completed batches up to 4: .* were \[\(0, 8\), \(3, 16\)\] and would be") as stop:

@@ -104,6 +104,6 @@ def scale_by_trust(dims_tree: Any) -> optax.GradientTransformation:
 
 
 def factored_axes(axes: tuple[str, ...], field: str) -> tuple[str, ...]:
-    """Returns the logical axes of a field of FactoredState for a parameter with these axes."""
+    """Returns the logical axes of a FactoredState field, given the parameter's axes."""
     reduced = reduced_dims(matrix_dims(axes), field)
     return tuple(axis for d, axis in enumerate(axes) if d not in reduced)

@@ -160,7 +160,7 @@ class OptimConfig:
                 found.append((when.strip(), float(factor)))
             except ValueError:
                 raise BadInput(
-                    f"factors has {rule!r}, which must have the form 'WHEN{ARROW}FACTOR', such as '80%=>0.316'"
+                    f"{rule!r} in factors must have the form 'WHEN{ARROW}FACTOR', such as '80%=>0.316'"
                 ) from None
             units.parse("factors", when.strip())
             if not 0 <= found[-1][1] < float("inf"):

@@ -105,7 +105,7 @@ def write_manifest(
             total["documents"] += number
             total["tokens"] += size
     if len(tokenizers) > 1:
-        raise BadInput(f"{folder} has shards of {len(tokenizers)} tokenizers; use one tokenizer for all shards")
+        raise BadInput(f"{folder} has shards from {len(tokenizers)} tokenizers; use one tokenizer for all shards")
     for source, size in (source_bytes or {}).items():
         sources.setdefault(source, {"documents": 0, "tokens": 0})["text_bytes"] = int(size)
     (made_with,) = tokenizers.values()

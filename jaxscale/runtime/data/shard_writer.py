@@ -105,7 +105,7 @@ class ShardWriter:
         """
         ids, lengths, sources = np.asarray(ids), np.asarray(lengths, np.int64), np.asarray(sources, np.int64)
         if ids.ndim != 1 or lengths.ndim != 1 or (lengths < 1).any() or int(lengths.sum()) != len(ids):
-            raise BadInput(f"{self._base}: {len(ids):,} ids do not match the lengths of {len(lengths):,} documents")
+            raise BadInput(f"{self._base}: the lengths of {len(lengths):,} documents do not sum to {len(ids):,} ids")
         if len(sources) != len(lengths) or (sources >= len(self._sources)).any() or (sources < 0).any():
             raise BadInput(
                 f"{self._base}: {len(sources):,} source numbers must be {len(lengths):,} indices of {self._sources}"

@@ -97,7 +97,7 @@ def check_same_run(
         )
         raise Stop(
             Exit.CONFIG_MISMATCH,
-            f"the run in {folder} has other settings: {lines}; use another --workdir, or restore these settings{leave}",
+            f"settings differ from the run in {folder}: {lines}; use another --workdir, or restore them{leave}",
         )
     return changed
 

@@ -31,7 +31,7 @@ REPLACED = (*APPENDED, "abandoned.jsonl", "config.json", "sample.txt")
 
 @contextlib.contextmanager
 def run_services(cfg: RunConfig, workdir: str, options: RunOptions, team: cluster.Team) -> Iterator[Services]:
-    """Yields the services of a run and holds the lock of the work folder. Records the end in the event log.
+    """Yields a run's services while holding the lock on the work folder. Records the end in the event log.
 
     A rejected start leaves the folder unchanged. Raises Stop (LOCK_HELD) if another run holds the lock.
     """

@@ -102,7 +102,7 @@ class Reporter(NamedTuple):
 
 
 def source_losses(names: Sequence[str], fetched: dict[str, Any]) -> dict[str, float]:
-    """Removes the sums of sources from `fetched`, and returns {'NAME/loss': nats per token} for those with tokens."""
+    """Removes per-source sums from `fetched`, and returns {'NAME/loss': nats per token} for sources with tokens."""
     if "source_nats" not in fetched:
         return {}
     sums = zip(names, fetched.pop("source_nats").tolist(), fetched.pop("source_tokens").tolist())

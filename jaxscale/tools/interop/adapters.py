@@ -251,7 +251,7 @@ def adapter_of_run(
         transposed = pair.row.transposed
     if pairs and len(cfg.layer_stacks) > 1:
         raise BadInput(
-            "the layers without experts have no adapters, but target_modules of PEFT cannot exclude them; merge the "
+            "layers without experts have no adapters, but PEFT's target_modules cannot exclude such layers; merge the "
             "adapters with jaxscale ckpt merge_lora and export the result"
         )
     return pairs, adapter_config.write(lora.rank, lora.alpha, list(joint), base, joint, transposed)

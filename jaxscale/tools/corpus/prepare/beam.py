@@ -33,7 +33,7 @@ class BeamExecutor(contextlib.AbstractContextManager):
         """Does nothing, since each pipeline ends by itself."""
 
     def run_all(self, function: Callable[[Any], Any], task: Any, count: int) -> Iterator[Any]:
-        """Yields function(task) of each task in order, after all tasks are done. Tasks write results to files."""
+        """Once all tasks are done, yields function(task) for each, in order. Tasks write results to files."""
         folder = pathlib.Path(task.folder) / "results"
         remove(folder)  # left by a killed process
         with beam.Pipeline(options=self.options()) as pipeline:
