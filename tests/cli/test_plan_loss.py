@@ -30,7 +30,7 @@ def test_the_end_of_a_run_is_forecast_with_an_interval_and_its_distance(runs, co
     done = main(["--loss", f"--runs={runs}/*", f"--config={config_file}", f"--json={tmp_path / 'all.json'}"])
     printed, told = capsys.readouterr().out, json.loads((tmp_path / "all.json").read_text())
     assert done == 0 and len(told["law"]["points"]) == 9
-    assert "broken: it is not finished: step 100 of 200" in printed
+    assert "broken: the run is not finished: step 100 of 200" in printed
     assert "for the largest (64-800); measured" in printed
     low, middle, high = (told["nats_per_token"][name] for name in ("low", "middle", "high"))
     assert low <= made_ladder.end_of(TARGET) <= high

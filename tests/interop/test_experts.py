@@ -245,7 +245,7 @@ def test_adapters_of_experts_are_merged_and_never_kept_beside(tmp_path, config):
         wanted = values[f"{module}.weight"] + 6 / 4 * (b.astype(np.float64) @ a.astype(np.float64))
         np.testing.assert_array_equal(merged.pop(f"{module}.weight"), wanted.astype(np.float32))
     assert_same(merged, {name: values[name] for name in merged})
-    with pytest.raises(ValueError, match="adapts (experts, which a LoRA run cannot train|dense_blocks.*); omit"):
+    with pytest.raises(ValueError, match="adapts (experts, which LoRA runs cannot train|dense_blocks.*); omit"):
         convert.main([*flags, f"--workdir={tmp_path / 'start'}", "--adapter"])
 
 
@@ -285,7 +285,7 @@ def test_adapters_of_what_rope_turns_come_in_and_go_out_in_the_order_of_each(tmp
     ("experts", "leaf", "told"),
     [
         (dict(), "blocks/mlp/down", "blocks/mlp/down has an adapter, but adapters of experts .*; merge it"),
-        (dict(first_dense=1), "blocks/attention/wq", "the layers without experts have no adapters"),
+        (dict(first_dense=1), "blocks/attention/wq", "layers without experts have no adapters"),
     ],
 )
 def test_adapters_that_peft_could_not_be_told_of_are_not_exported(experts, leaf, told):

@@ -38,7 +38,7 @@ def test_gpt_2_in_a_week_on_32_cards():
 def test_gpt_3_in_a_month_on_10_000_cards():
     assert hours(GPT3_FLOPS, V100, 0.4) / 10_000 / 24 == pytest.approx(8.1, abs=0.05)
     assert GPT3_FLOPS / (10_000 * 30 * cost.DAY * V100.peak_flops * cost.GOODPUT) == pytest.approx(0.11, abs=0.005)
-    assert told("8 days of 10,000 V100s at 40% MFU; a month would be an MFU of 11%")
+    assert told("8 days on 10,000 V100s at 40% MFU; a month would mean an MFU of 11%")
 
 
 def test_llama_2_on_2_000_cards():

@@ -187,7 +187,7 @@ class Profiler:
 
 
 def remove_if_exists(file: Any) -> bool:
-    """Removes the file. Returns False if it is missing or cannot be removed (it would trigger again)."""
+    """Removes the file. Returns False if it is missing, or if removal fails: it would trigger again."""
     with contextlib.suppress(OSError):
         if file.exists():
             fence.ask(file)

@@ -249,16 +249,16 @@ def assumption_lines(plan: RunPlan) -> list[str]:
 
 
 def verdict_line(plan: RunPlan) -> str:
-    """Returns text such as 'fits by estimate; ...' or 'does not fit: ...', followed by a fix."""
+    """Returns text such as 'estimated to fit; ...' or 'does not fit: ...', followed by a fix."""
     device, name = plan.device, plan.machine.topology
     if device.kept and device.fits:
         return f"fits, compiled by jaxscale preflight on {device.kept.date}"
     if device.fits:
         family = name.partition(":")[0]
         if family == THIS_MACHINE:
-            return "fits by estimate; to test it here, run jaxscale rehearse"
+            return "estimated to fit; to test it here, run jaxscale rehearse"
         compiles = f"; to compile the step, run jaxscale preflight --topology={name}"
-        return f"fits by estimate{'' if family in PLANNED_ONLY else compiles}"
+        return f"estimated to fit{'' if family in PLANNED_ONLY else compiles}"
     parts = device.fitting_microbatches
     if parts is not None and not device.kept:
         return f"does not fit by estimate; use --config.train.num_microbatches={parts}, which fits"
