@@ -17,19 +17,19 @@ class Row(NamedTuple):
 FAULTS = {
     "F1": Row(
         "SIGKILL at any named point of a save",
-        "after a restart, losses, batches and state equal an uninterrupted run's",
+        "losses, batches and state are those of an uninterrupted run",
     ),
     "F2": Row(
         "a bit flips in a checkpoint's files",
-        "an older checkpoint is restored, or the run exits with 19",
+        "restores an older checkpoint, or exits with 19",
     ),
     "F3": Row(
         "stop and resume at steps where off-by-one errors are likely",
-        "the same batches and state, bit for bit",
+        "batches and state are equal, bit for bit",
     ),
     "F4": Row(
         "the disk is full",
-        "reported within one step; older checkpoints remain; the next save that fits succeeds",
+        "reports this within one step; keeps older checkpoints; the next save that fits succeeds",
     ),
     "F5": Row(
         "SIGTERM to one of two processes",
@@ -37,27 +37,27 @@ FAULTS = {
     ),
     "F6": Row(
         "SIGTERM to a single process",
-        "as for F5",
+        "as in F5",
     ),
     "F7": Row(
         "SIGKILL of one of several processes",
-        "the other processes name it and exit with 13 within 5 s; the run can resume",
+        "the other processes name it and exit with 13 within 5 s; resume is possible",
     ),
     "F8": Row(
         "a process hangs in data, step, save, restore or evaluation",
-        "all stacks are written; exit 15 within the time limit",
+        "writes all stacks; exits with 15 within the time limit",
     ),
     "F9": Row(
         "a write fails in one process",
-        "nothing is committed; all processes report the cause",
+        "commits nothing; all processes report the cause",
     ),
     "F10": Row(
         "a gradient is NaN",
-        "the step is skipped; if this repeats, exit 17 naming step and parameter",
+        "skips the step; after repeats, exits with 17 and names step and parameter",
     ),
     "F11": Row(
         "the loss spikes",
-        "rewind and skip the batches around the spike",
+        "rewinds and skips the batches around the spike",
     ),
     "F12": Row(
         "a resume with different devices, meshes or processes",
@@ -65,11 +65,11 @@ FAULTS = {
     ),
     "F13": Row(
         "a setting changed",
-        "exit 11 with old and new value, unless allowed by --allow_change; arrays are never cast",
+        "exits with 11 and both values, unless --allow_change permits it; never casts arrays",
     ),
     "F14": Row(
         "the data changed",
-        "exit 12 before the first step, naming the difference",
+        "exits with 12 before the first step; names the difference",
     ),
     "F15": Row(
         "two runs use one folder",
@@ -77,7 +77,7 @@ FAULTS = {
     ),
     "F16": Row(
         "SIGKILL of a run in a bucket",
-        "as for F1",
+        "as in F1",
     ),
     "F17": Row(
         "the bucket returns 429 or 5xx, breaks connections, or is slow",
@@ -85,15 +85,15 @@ FAULTS = {
     ),
     "F18": Row(
         "the bucket is unreachable or denies access",
-        "training continues, and saving resumes later; exit 14 after a time limit; missing permissions are reported",
+        "continues training and saves later; after a time limit, exits with 14; reports missing permissions",
     ),
     "F19": Row(
         "truncated, missing, empty or foreign files among checkpoints",
-        "never used; foreign files are not changed",
+        "never uses them; keeps foreign files unchanged",
     ),
     "F20": Row(
         "a damaged record next to the arrays",
-        "detected by its sha256",
+        "detects this by sha256",
     ),
     "F21": Row(
         "a machine freezes and wakes up",
@@ -109,15 +109,15 @@ FAULTS = {
     ),
     "F24": Row(
         "invalid records: bytes, lengths, ids, decompression bombs",
-        "skipped and counted, or rejected with file and position",
+        "skips and counts, or rejects them with file and position",
     ),
     "F25": Row(
         "one device computes a wrong bit",
-        "exit 16 naming the device, unless the step is correct when repeated",
+        "exits with 16 and names the device, unless the repeated step is correct",
     ),
     "F26": Row(
         "a folder is read-only, inaccessible or missing",
-        "reported before compilation; during the run, as for F4",
+        "reports this before compilation; during the run, as in F4",
     ),
     "F27": Row(
         "clocks jump or disagree",
@@ -133,51 +133,51 @@ FAULTS = {
     ),
     "F30": Row(
         "minutes of random faults",
-        "as for F1",
+        "as in F1",
     ),
     "F31": Row(
         "a checkpoint is moved, copied or linked to another step number",
-        "moved aside; never used as that step",
+        "moves it aside; never uses it as that step",
     ),
     "F32": Row(
         "a process that lost its lock wakes up",
-        "it writes nothing",
+        "writes nothing",
     ),
     "F33": Row(
         "a checkpoint's file list or commit marker is damaged",
-        "detected and reported",
+        "detects and reports this",
     ),
     "F34": Row(
         "the work folder is renamed or deleted",
-        "exit 14; nothing is created at the old path",
+        "exits with 14; creates nothing at the old path",
     ),
     "F35": Row(
         "the lock is a dangling link, a folder or a FIFO",
-        "a one-line error",
+        "prints a one-line error",
     ),
     "F36": Row(
         "the disk has no inodes left",
-        "reported as the cause",
+        "reports this cause",
     ),
     "F37": Row(
         "a signal arrives during the final sample or export",
-        "exit 10, or 0 if everything is saved",
+        "exits with 10, or 0 if everything is saved",
     ),
     "F38": Row(
         "shards, manifests or cached tokens are damaged, swapped or point outside their folder",
-        "detected before training uses the data",
+        "detects this before training uses the data",
     ),
     "F39": Row(
         "jaxscale has a defect",
-        "exit 1 with a traceback",
+        "exits with 1 and a traceback",
     ),
     "F41": Row(
         "a host's local copy is damaged, or the host is replaced",
-        "the neighbor's copy is used, else the previous copy, else the checkpoint",
+        "uses the neighbor's copy, else the previous copy, else the checkpoint",
     ),
     "F42": Row(
         "local copies of discarded steps, another run, or a process that had lost the lock",
-        "never used",
+        "never uses them",
     ),
 }
 THREATS = {

@@ -36,17 +36,20 @@ def page(covered: Mapping[str, Sequence[str]], outcomes: Mapping[str, str], made
     lines = [
         "# Fault tests",
         "",
-        "This page lists faults and threats, the guaranteed behavior and the tests.",
+        "This page lists faults and threats, with guaranteed behavior and tests.",
         "`tests/faults/make_table.py` generates it from a test run. "
         """`grep -rn 'fault(.*"F4"' tests` lists the tests of fault F4.""",
         "",
         f"Environment: {made}.",
-        "All processes ran on one machine, and buckets were emulated. No TPU or GPU was used.",
+        "All processes ran on one machine without TPU or GPU. Buckets were emulated.",
         "Tests that take minutes or need a missing package were skipped or not run.",
         "",
     ]
-    for title, rows in (("Faults", FAULTS), ("Security threats", THREATS)):
-        lines += [f"## {title}", "", "| | fault | guaranteed behavior | tests passed |", "|---|---|---|---|"]
+    for title, head, rows in (
+        ("Faults", "fault | guaranteed behavior of the run", FAULTS),
+        ("Security threats", "threat | guaranteed behavior", THREATS),
+    ):
+        lines += [f"## {title}", "", f"| | {head} | tests passed |", "|---|---|---|---|"]
         for fault, row in rows.items():
             result = verdict(covered.get(fault, ()), outcomes)
             lines.append(f"| {fault} | {row.what} | {row.promise} | {result} |")
