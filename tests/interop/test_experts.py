@@ -245,7 +245,7 @@ def test_adapters_of_experts_are_merged_and_never_kept_beside(tmp_path, config):
         wanted = values[f"{module}.weight"] + 6 / 4 * (b.astype(np.float64) @ a.astype(np.float64))
         np.testing.assert_array_equal(merged.pop(f"{module}.weight"), wanted.astype(np.float32))
     assert_same(merged, {name: values[name] for name in merged})
-    with pytest.raises(ValueError, match="adapts (experts, which LoRA runs cannot train|dense_blocks.*); omit"):
+    with pytest.raises(ValueError, match="adapts (experts, which LoRA cannot train|dense_blocks.*); omit"):
         convert.main([*flags, f"--workdir={tmp_path / 'start'}", "--adapter"])
 
 

@@ -221,8 +221,8 @@ def test_what_we_do_not_compute_is_refused_by_name_and_nothing_is_written(tmp_pa
 @pytest.mark.parametrize(
     "changes, told",
     [
-        (dict(alpha_pattern={"q_proj": 3}), "has several ranks or scales, but LoRA runs have one"),
-        ({}, "adapts blocks/attention/wq in 2 of 3 layers, but LoRA runs"),
+        (dict(alpha_pattern={"q_proj": 3}), "has several ranks or scales, but LoRA needs one"),
+        ({}, "adapts blocks/attention/wq in 2 of 3 layers, but LoRA needs"),
     ],
 )
 def test_what_a_run_cannot_go_on_from_is_told_with_the_way_out(tmp_path, llama, changes, told):
@@ -232,7 +232,7 @@ def test_what_a_run_cannot_go_on_from_is_told_with_the_way_out(tmp_path, llama, 
         make_adapter(tmp_path / "some", made, target_modules=r".*layers\.[01]\.self_attn\.(q|v)_proj")
         flags = [f"--from={tmp_path / 'some'}", flags[1]]
     with_settings(tmp_path / "adapter", **changes)
-    with pytest.raises(BadInput, match=f"{told}.*omit --adapter to merge it"):
+    with pytest.raises(BadInput, match=f"{told}.*omit --adapter to merge the adapter"):
         convert.main([*flags, f"--workdir={tmp_path / 'run'}", "--adapter"])
     assert convert.main([*flags, f"--workdir={tmp_path / 'run'}"]) == 0
 

@@ -241,9 +241,9 @@ class LocalSaver:
 
     cfg: LocalConfig
     store: LocalStore
-    token: str  # token of this start
+    token: str  # token of this process
     _: dataclasses.KW_ONLY
-    newest: str | None  # name of the newest copy; initially the copy from which this start resumed
+    newest: str | None  # name of the newest copy; initially the copy from which this process resumed
     base: Callable[[], int]  # returns the newest step in the work folder, -1 for none
     note: Note
     prepared: Callable[[], bool] = lambda: True  # returns True when the copy program is compiled

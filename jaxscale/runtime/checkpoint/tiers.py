@@ -149,12 +149,12 @@ class TieredCheckpoints(Checkpoints):
         raise failure
 
     def read_record(self, step: int) -> dict[str, Any]:
-        """Same as Checkpoints.read_record(), but reads a local copy if this start resumes from it."""
+        """Same as Checkpoints.read_record(), but reads a local copy if this process resumes from it."""
         copy = self.resumed_copy_of(step)
         return super().read_record(step) if copy is None else copy.record
 
     def resumed_copy_of(self, step: int | None) -> ResumedCopy | None:
-        """Returns the local copy from which this start resumes, or None if that copy has a different step."""
+        """Returns the local copy from which this process resumes, or None if that copy has a different step."""
         return self.resumed_copy if self.resumed_copy is not None and step == self.resumed_copy.offer.step else None
 
     def restore(self, step: int, abstract_state: Any, *, partial: bool = False) -> Any:
@@ -181,7 +181,7 @@ class TieredCheckpoints(Checkpoints):
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
 
     def fall_back(self, step: int | None, error: Stop, log: Log = print) -> int | None:
-        """Same as Checkpoints.fall_back(). After a damaged local copy, tries the next copy, then the newest step."""
+        """Same as Checkpoints.fall_back(). If a local copy is damaged, tries the next copy, then the newest step."""
         if self.resumed_copy_of(step) is None or error.code != Exit.CHECKPOINT_CORRUPT:
             return super().fall_back(step, error, log)
         self.warn(step, f"{error}; it is skipped", log)
@@ -194,7 +194,7 @@ class TieredCheckpoints(Checkpoints):
             super().log_changed_files(step, log, small)
 
     def set_aside_after(self, step: int, reason: str) -> list[int]:
-        """Same as Checkpoints.set_aside_after(), and also invalidates local copies of later steps."""
+        """Like Checkpoints.set_aside_after(), but also invalidates local copies of later steps."""
         workdir = self.directory.parent
         agreed(lambda: stop_if_unwritable(lambda: lineage.invalidate_after(workdir, step), workdir))
         return super().set_aside_after(step, reason)
@@ -228,7 +228,7 @@ class TieredCheckpoints(Checkpoints):
     # Training.
 
     def save(self, step: int, state: Any, run: Mapping[str, Any], *, wait: bool = False, **about: Any) -> float:
-        """Same as Checkpoints.save(), and removes the local copies after the last save of a run."""
+        """Like Checkpoints.save(), but also removes the local copies after the last save of a run."""
         seconds = super().save(step, state, run, wait=wait, **about)
         if wait and self.local is not None:
             self.end_local()
@@ -236,7 +236,7 @@ class TieredCheckpoints(Checkpoints):
         return seconds
 
     def close(self, most_seconds: float | None = None) -> None:
-        """Same as Checkpoints.close(), and ends the local copies."""
+        """Like Checkpoints.close(), but also ends the local copies."""
         self.end_local()
         super().close(most_seconds)
 

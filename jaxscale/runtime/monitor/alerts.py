@@ -108,7 +108,7 @@ class Diagnosis:
     facts: RunFacts
     note: Note
     documents: NameDocuments | None = None
-    earlier: Sequence[Mapping[str, Any]] = ()  # events before this start
+    earlier: Sequence[Mapping[str, Any]] = ()  # events before this process started
 
     def __post_init__(self):
         self.health, self.url = Health(self.cfg, self.facts), webhook_url()

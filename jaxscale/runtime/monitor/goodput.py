@@ -42,7 +42,7 @@ class Frame:
 class TimeLedger:
     """Wall time of one start of a run, split by kind. Phases of other threads are ignored."""
 
-    age_seconds: float = 0.0  # time since this start began, such as importing jax
+    age_seconds: float = 0.0  # time since this process started, such as importing jax
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time
 
@@ -54,7 +54,7 @@ class TimeLedger:
         self.frames: list[Frame] = []
         self.data_wait: Frame | None = None  # the last data wait, until it is known whether it was hidden
         self.compiled_step: int | None = None
-        self.newest = 0  # the last step begun in this start
+        self.newest = 0  # the last step begun by this process
         self.done_before = 0  # steps up to this one are repeated
         self.rewound = False
         self.has_start_facts = False
@@ -105,7 +105,7 @@ class TimeLedger:
         self.seconds[self.frames[-1].kind if self.frames else "other"] += elapsed
 
     def totals(self) -> dict[str, float]:
-        """Returns the seconds of each kind so far. Their sum is the wall time of this start."""
+        """Returns the seconds of each kind so far. Their sum is the wall time of this process."""
         self.charge()
         seconds = dict(self.seconds)
         if self.frames:
@@ -113,7 +113,7 @@ class TimeLedger:
         return seconds
 
     def metrics(self) -> dict[str, float]:
-        """Returns {goodput/fraction, goodput/wall_seconds, goodput/KIND_seconds, ...} of this start."""
+        """Returns {goodput/fraction, goodput/wall_seconds, goodput/KIND_seconds, ...} of this process."""
         seconds = self.totals()
         wall = sum(seconds.values())
         by_kind = {f"{PREFIX}{kind}_seconds": round(seconds[kind], 3) for kind in KINDS if kind != "idle"}
@@ -165,7 +165,7 @@ class RecordedStart:
 
     key: str | None
     began: float  # seconds since 1970
-    lowest: int  # the records of this start have later steps
+    lowest: int  # the records of this process have later steps
     is_new: bool  # the start began at step 0
     ledger: dict[str, float] = dataclasses.field(default_factory=dict)
     ended: float | None = None
@@ -173,7 +173,7 @@ class RecordedStart:
     last_rewind: float = 0.0
 
     def may_include(self, record: Mapping[str, Any]) -> bool:
-        """Returns True if the newest record may belong to this start rather than to an earlier one."""
+        """Returns True if the newest record may belong to this process rather than to an earlier one."""
         return self.is_new or record.get("step", 0) > self.lowest
 
 

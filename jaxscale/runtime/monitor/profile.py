@@ -164,7 +164,7 @@ class Profiler:
         self.say(f"profile: written in {seconds:g} s; view it with: xprof {destination}")
 
     def fail(self, step: int, what: str, error: Exception) -> None:
-        """Logs the failure of the capture that began at `step` and disables the profiler for this start."""
+        """Logs the failure of the capture that began at `step` and disables the profiler until restart."""
         cause = f"the profile that begins at step {step} {what}: {first_line(error)}"
         self.failed = True
         self.note("alarm", None, cause=cause)

@@ -163,7 +163,7 @@ class Writer:
 
 
 class ExistingRecords(NamedTuple):
-    """Records in a file before this start."""
+    """Records in a file before this process started."""
 
     records: list[Record]  # up to start_step
     dropped_steps: list[int]

@@ -219,9 +219,9 @@ def open_feed(start: Start, batches: Any, program: Program, first: int, stop: in
 
 
 def make_pilot(folder: RunFolder, start: Start, parts: Parts, services: Services) -> AutopilotSpec:
-    """Returns the autopilot with its settings and history for this start."""
+    """Returns the autopilot of this process, with its settings and history."""
     if parts.replicas:
-        parts.replicas.note = services.note  # passes events to this start's health rules
+        parts.replicas.note = services.note  # passes events to this process's health rules
     return AutopilotSpec(
         recovery=folder.cfg.train.recovery,
         guard=folder.cfg.train.guard,

@@ -1,4 +1,4 @@
-"""Conversion of the limits of a run (deadline and cost) to a TimeLimit for this start."""
+"""Conversion of the limits of a run (deadline and cost) to the TimeLimit of this process."""
 
 import functools
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def check_early_decay(cfg: RunConfig, start: Start) -> None:
 
 
 def make_limits(folder: RunFolder, start: Start, mesh: Mesh, services: Services, say: Log) -> TimeLimit | None:
-    """Returns the limit of this start, or None. Call it after the start is recorded in events.jsonl."""
+    """Returns the limit of this process, or None. Call it after the start is recorded in events.jsonl."""
     cfg, budget = folder.cfg, start.budget
     if not cfg.limit.on:
         return None

@@ -30,7 +30,7 @@ from jaxscale.units import BatchSizes
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """A prepared work folder, with config, options and services of this start."""
+    """A prepared work folder, with config, options and services of this process."""
 
     cfg: RunConfig
     path: Any
@@ -61,7 +61,7 @@ class Start:
 
     @property
     def steps_done(self) -> int:
-        """Steps before this start, including the steps of the run that this run branches from."""
+        """Steps before this process started, including the steps of the run that this run branches from."""
         if self.step is None and self.source is not None and self.source.whole:
             return self.source.step
         return self.step or 0

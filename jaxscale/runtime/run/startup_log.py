@@ -44,7 +44,7 @@ def log_model(program: Program, budget: Budget, log: Log) -> None:
         log(f"pipeline: {program.plan.stage_schedule}")
     if cfg.lora.on:
         learned = sum(leaf.size for leaf in jax.tree.leaves(program.abstract_grads))
-        log(f"lora: {units.count(learned)} trained parameters in adapters of rank {cfg.lora.rank}; others are frozen")
+        log(f"lora: {units.count(learned)} trained parameters in rank-{cfg.lora.rank} adapters; the rest are frozen")
     if options := str(program.plan.compiler_options):
         log(f"compiler options: {options}")
     chip = find_chip(device.device_kind)

@@ -17,7 +17,7 @@ MAX_RECORDS = 128  # per run, approximately; 20 MB for 61 layers with 256 expert
 
 
 class ExpertLoad:
-    """Token counts of a run's experts since this start."""
+    """Token counts of a run's experts since this process started."""
 
     def __init__(self, *, experts_per_token: int, first_layer: int = 0, every_steps: int = 0, total_steps: int = 0):
         """`first_layer` is the first MoE layer. `every_steps` is the minimum interval between records; 0: none."""

@@ -18,7 +18,7 @@ from jaxscale.runtime.training.decisions import EarlyDecay
 from jaxscale.runtime.training.stopping import STEPS_AHEAD
 from jaxscale.system.exits import Exit, Stop
 
-MIN_FORECAST_STEPS = 10  # steps of this start before the first forecast
+MIN_FORECAST_STEPS = 10  # steps of this process before the first forecast
 # Time reserved by an early decay: twice the startup time, because the run is reopened, and validates and saves at its
 # end, plus a fraction of the decay for variations of speed. Chosen without a source.
 RESERVED_STARTUPS, RESERVED_FRACTION = 2.0, 0.05
@@ -66,7 +66,7 @@ class LimitMonitor:
 
     def __init__(self, limit: TimeLimit):
         self.limit = limit
-        self.done_at = array("d")  # times at which steps of this start were done
+        self.done_at = array("d")  # times at which steps of this process were done
         self.reported = self.reported_passed = False
         self.began = limit.clock()
         self.key = next_key("decay") if limit.board else ""  # new at each start, because the board outlives a start
@@ -114,7 +114,7 @@ class LimitMonitor:
         return limit.decay_steps is not None and (limit.decay_start is None or step < limit.decay_start)
 
     def forecast(self, step: int) -> EndForecast | None:
-        """Forecasts the end of the run from the time of the last half of this start's steps, including saves.
+        """Forecasts the end of the run from the time of the last half of this process's steps, including saves.
 
         Excludes the first step, which compiles. Returns None for fewer than MIN_FORECAST_STEPS steps.
         """

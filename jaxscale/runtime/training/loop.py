@@ -69,7 +69,7 @@ class LoopSpec:
     source_names: Sequence[str] = ()  # sources of the mixture, in the order of the step's arrays
     evaluators: Sequence[LoopEvaluator] = ()
     local: LocalSaver | None = None  # checkpoints on local disks
-    experts: ExpertLoad | None = None  # expert loads since this start, for an MoE model
+    experts: ExpertLoad | None = None  # expert loads since this process started, for an MoE model
     limits: TimeLimit | None = None
 
 
@@ -205,7 +205,7 @@ def poll_services(
 class DueWork(NamedTuple):
     """Work that is due between two steps."""
 
-    last: bool  # True if this start takes no further step
+    last: bool  # True if this process takes no further step
     validate: bool
     evaluators: list[LoopEvaluator]
     sample: bool

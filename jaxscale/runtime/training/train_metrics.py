@@ -27,7 +27,7 @@ class DispatchedStep(NamedTuple):
     batch: Batch
     batch_index: int
     data_seconds: float  # seconds waited for the batch
-    compiles: bool  # True for the first step of this start with this batch shape
+    compiles: bool  # True for the first step of this process with this batch shape
     statistics: Mapping[str, float] = {}
 
 
@@ -38,7 +38,7 @@ class Reporter(NamedTuple):
     throughput: Throughput
     tokens_after: Callable[[int], int]  # step -> tokens in all batches up to this step
     source_names: Sequence[str]  # sources of the mixture, in the order of the step's arrays
-    sums: Counter[str]  # sums over the steps of this start
+    sums: Counter[str]  # sums over the steps of this process
     load: HostLoad
     experts: ExpertLoad | None = None  # for an MoE model
 

@@ -110,7 +110,7 @@ def read_windows(hf: Mapping[str, Any], types: Sequence[str], usual: int | None 
         if types == expected_layer_types(length, first, every):
             return settings if every is None else settings | dict(global_every=every)
     raise BadInput(
-        "unsupported layer_types: full_attention must be used in the first layers, every n-th layer, or "
+        "unsupported layer_types: full_attention must be in the first k layers, every n-th layer, or "
         "both, but is in layers " + ", ".join(str(layer) for layer, name in enumerate(types, 1) if name != SLIDING)
     )
 
