@@ -134,7 +134,7 @@ def test_evaluate_measures_what_the_verb_measures(workdir, model, tmp_path, caps
             lambda model: jaxscale.sample(model, seed=2**32),
             "seed=4294967296 must be .* to 4294967295",
         ),
-        (lambda model: jaxscale.sample(model, stop=""), "a stop text must not be empty"),
+        (lambda model: jaxscale.sample(model, stop=""), "a stop string is empty"),
         (lambda model: jaxscale.report("nowhere/run", price="cheap"), "^price=cheap must be dollars"),
         (lambda model: jaxscale.sample("nowhere/run"), "nowhere/run"),
         (lambda model: jaxscale.report(), "report needs a work folder"),

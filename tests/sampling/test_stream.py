@@ -94,7 +94,7 @@ def test_a_text_ends_before_the_first_stop_text_to_be_complete_wherever_bytes_ar
 
 
 def test_an_empty_stop_text_is_refused():
-    with pytest.raises(ValueError, match="a stop text must not be empty"):
+    with pytest.raises(ValueError, match="a stop string is empty"):
         TextStream(BYTES.decode, stops=["a", ""])
 
 
