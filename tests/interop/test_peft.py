@@ -232,7 +232,7 @@ def test_what_a_run_cannot_go_on_from_is_told_with_the_way_out(tmp_path, llama, 
         make_adapter(tmp_path / "some", made, target_modules=r".*layers\.[01]\.self_attn\.(q|v)_proj")
         flags = [f"--from={tmp_path / 'some'}", flags[1]]
     with_settings(tmp_path / "adapter", **changes)
-    with pytest.raises(BadInput, match=f"{told}.*omit --adapter to merge the adapter"):
+    with pytest.raises(BadInput, match=f"{told}.*omit --adapter to merge it instead"):
         convert.main([*flags, f"--workdir={tmp_path / 'run'}", "--adapter"])
     assert convert.main([*flags, f"--workdir={tmp_path / 'run'}"]) == 0
 

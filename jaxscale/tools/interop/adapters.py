@@ -205,15 +205,15 @@ def run_from_adapter(
     """Returns settings and tensors of a LoRA run that continues an adapter. Raises BadInput if that is impossible."""
     scales = {(adapter.config.rank_of(module), adapter.config.scale_of(module)) for module in found}
     where = f"--adapter: {adapter.folder}"
-    fix = "but LoRA needs one rank, one scale and the same matrices in all layers; omit --adapter to merge the adapter"
+    fix = "but LoRA needs one rank, one scale and the same matrices in all layers; omit --adapter to merge it instead"
     if len(scales) > 1:
         raise BadInput(f"{where} has several ranks or scales, {fix}")
     ((rank, scale),) = scales
     if any(pair.expert is not None for pair in found.values()):
-        raise BadInput(f"{where} adapts experts, which LoRA cannot train; omit --adapter to merge the adapter")
+        raise BadInput(f"{where} adapts experts, which LoRA cannot train; omit --adapter to merge it instead")
     for name, number in collections.Counter(strip_layer(pair.leaves[0]) for pair in found.values()).items():
         if not name.startswith("blocks/"):
-            raise BadInput(f"{where} adapts {name}, but LoRA adapts only blocks; omit --adapter to merge the adapter")
+            raise BadInput(f"{where} adapts {name}, but LoRA adapts only blocks; omit --adapter to merge it instead")
         if number != cfg.num_layers:
             raise BadInput(f"{where} adapts {name} in {number} of {cfg.num_layers} layers, {fix}")
     pairs = [one for module, pair in found.items() for one in adapter_pairs(module, pair, rank)]
