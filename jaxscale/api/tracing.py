@@ -43,7 +43,7 @@ class TracedRun(NamedTuple):
 def open_run_folder(workdir: str, overrides: dict[str, str]) -> TracedRun:
     """Returns the run in a work folder.
 
-    Raises BadInput if there is no run, Stop(CHECKPOINT_CORRUPT) if no checkpoint is valid, and Stop(DATA_MISMATCH) if
+    Raises BadInput if no run exists, Stop(CHECKPOINT_CORRUPT) if no checkpoint is valid, and Stop(DATA_MISMATCH) if
     the data have changed since the run read them.
     """
     folder = paths.as_path(workdir)

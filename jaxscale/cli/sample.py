@@ -249,7 +249,7 @@ def generate_pieces(
 
 
 def show(pieces: Iterator[str], prompt: str = "") -> None:
-    """Prints a text as it is generated, then a newline. The prompt is printed together with the first piece."""
+    """Prints a text while it is generated, then a newline. The prompt is printed together with the first piece."""
     shown = printable if sys.stdout.isatty() else str
     try:
         put_raw(shown(prompt + next(pieces, "")))  # not wrapped or cleaned, since another program may read it
@@ -260,7 +260,7 @@ def show(pieces: Iterator[str], prompt: str = "") -> None:
 
 
 def show_in_session(writer: TextWriter, pieces: Iterator[str], prompt: str = "") -> None:
-    """Prints a text as it is generated in a session. Prints errors. Ctrl-C ends only this text."""
+    """Prints a text during generation in a session. Prints errors. Ctrl-C ends only this text."""
     try:
         show(pieces, prompt)
     except BadInput as error:

@@ -130,7 +130,7 @@ class TwoRuns:
     def kill(self, point: str) -> tuple[int, Watched]:
         """Runs the second run until it is killed at a point of system/faults.py. Returns (newest checkpoint, result).
 
-        Raises the errors of run(), and Stop if there is no checkpoint.
+        Raises the errors of run(), and Stop if no checkpoint exists.
         """
         seen = self.run("killed", point)
         if not (newest := self.newest()):

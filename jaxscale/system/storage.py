@@ -210,7 +210,7 @@ def list_objects(bucket: Bucket, url: str, **query: str) -> Iterator[tuple[str, 
 
 
 def objects_under(url: str) -> Iterator[tuple[str, int]]:
-    """Yields (name relative to `url`, bytes) of the objects below `url`. Raises BadInput if there is no such bucket."""
+    """Yields (name relative to `url`, bytes) of the objects below `url`. Raises BadInput if no such bucket exists."""
     try:
         yield from list_objects(open_bucket(), url)
     except FileNotFoundError as error:

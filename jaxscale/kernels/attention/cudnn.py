@@ -3,7 +3,7 @@
 On Ampere, jax.nn separates packed documents by a mask. The mask becomes a bias [T, T] per row in the compute dtype,
 shared by all heads, and its unused gradient has the same size.
 
-On Hopper and newer GPUs there is no mask or bias. The kernel reads the offset and length of each document of the local
+Hopper and newer GPUs need no mask or bias. The kernel reads the offset and length of each document of the local
 rows, in arrays of static size with DOCUMENTS_PER_ROW entries per row, shared among rows. Additional documents run in
 further rounds of the same kernel. A document, or the padding of a row, begins where the segment id changes.
 

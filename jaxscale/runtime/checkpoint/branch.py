@@ -92,7 +92,7 @@ def open_source(
     ancestor: record entry of the checkpoint that initialized this run, which the result must match. wanted: step to
     open if the path does not name a step. named: setting or flag with the path, for error messages. log: receives
     warnings about unreadable newer steps and changed files.
-    Raises: BadInput if there is no checkpoint, Stop (CHECKPOINT_CORRUPT) if the checkpoint cannot be read.
+    Raises: BadInput if no checkpoint exists, Stop (CHECKPOINT_CORRUPT) if the checkpoint cannot be read.
     """
     folder, step = parse_checkpoint_path(path)
     step = wanted if step is None else step

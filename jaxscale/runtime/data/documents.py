@@ -5,7 +5,7 @@ consecutive documents have 2**32 tokens), 1 or 2 bytes for its source if there a
 part (training, validation). Rank and select on these bits map document numbers to ranks in a part and ranks to document
 numbers ("Succinct indexable dictionaries", Raman, Raman and Rao, SODA 2002). No array is loaded into memory.
 
-A group is a source of a mixture, or all documents of a part if there is no mixture.
+A group is a source of a mixture, or all documents of a part without a mixture.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

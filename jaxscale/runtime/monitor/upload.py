@@ -133,7 +133,7 @@ class ExclusiveObject:
         return open_bucket(writing=True, silence=SILENCE_SECONDS)
 
     def read(self) -> bytes:
-        """Returns the content, or b"" if there is no object. Later writes expect this generation. Raises BadInput."""
+        """Returns the content, or b"" if no object exists. Later writes expect this generation. Raises BadInput."""
         found = self.bucket.look(self.url)
         self.generation, self.tried = (found.generation, found.content) if found else (0, b"")
         return self.tried

@@ -97,7 +97,7 @@ def find_jump(recorded: Mapping[str, Any] | None, schedule: Schedule, step: int)
 
 
 def jump_lines(jump: Jump | None, cfg: RunConfig, budget: Budget, workdir: Any) -> list[str]:
-    """Returns a warning about a learning rate jump and flags that avoid it, or [] if there is no jump."""
+    """Returns a warning about a learning rate jump and flags that avoid it, or [] without a jump."""
     if jump is None or not jump.is_jump:
         return []
     times = max(jump.before, jump.after) / max(min(jump.before, jump.after), 1e-30)

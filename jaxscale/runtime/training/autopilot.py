@@ -122,7 +122,7 @@ class Autopilot:
         raise self.halt_error(state, no_checkpoint=action.kind == "rewind")
 
     def rewind(self, now: int, action: recovery.Action) -> None:
-        """Records a rewind and raises Rewound. Returns if there is no usable checkpoint."""
+        """Records a rewind and raises Rewound. Returns if no usable checkpoint exists."""
         cfg = self.spec.recovery
         before = recovery.rewind_before_step(action.first_bad, cfg.rewind_margin_steps)
         oldest = recovery.oldest_clean_step(action.first_bad, cfg.max_rewind_steps)
@@ -220,7 +220,7 @@ class Autopilot:
         if to is None:
             raise Stop(
                 Exit.SILENT_CORRUPTION,
-                f"after step {now}, the devices' copies of the state differ, and there is no checkpoint without "
+                f"after step {now}, the devices' copies of the state differ, and no checkpoint exists without "
                 "recently skipped steps; start a new run without the devices named above",
             )
         self.spec.note(

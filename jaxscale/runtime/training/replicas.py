@@ -55,7 +55,7 @@ class ReplicaReport:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Ids of the devices with a wrong copy or, if there is no majority, of all devices whose copies differ."""
+        """Ids of the devices with a wrong copy or, without a majority, of all devices whose copies differ."""
         certain = {device for found in self.differences if found.certain for device in found.devices}
         return tuple(sorted(certain or {device for found in self.differences for device in found.devices}))
 

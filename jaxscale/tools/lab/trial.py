@@ -139,7 +139,7 @@ def folder_of(trial: Trial, work: Any) -> Any:
 
 
 def outcome_of(folder: Any) -> int | None:
-    """Returns the exit code (in ENDS) of the finished run in a folder, or None if there is no finished run."""
+    """Returns the exit code (in ENDS) of the finished run in a folder, or None if no run has finished."""
     try:
         history = read_history(str(folder))
     except BadInput:  # the folder has no run

@@ -54,7 +54,7 @@ def measured_file() -> pathlib.Path:
 
 
 def read_measured() -> list[Measured]:
-    """Returns all measurements, or [] if there is no file. Raises BadInput if the file is damaged."""
+    """Returns all measurements, or [] if no file exists. Raises BadInput if the file is damaged."""
     file = measured_file()
     try:
         content = read_json(file)

@@ -45,7 +45,7 @@ def ahead_program(cfg: RunConfig, topology: Topology) -> Program:
 
 
 def find_compiled_step(cfg: RunConfig, topology: str, say: Callable[[str], None]) -> CompiledStep | None:
-    """Returns preflight's cached result for this step, or None if there is no result or no compiler.
+    """Returns preflight's cached result for this step, or None without a result or a compiler.
 
     If the cache has any result, traces the step to get its key, which takes seconds. This tests each compiler option of
     the config on a small program, as training does.

@@ -72,7 +72,7 @@ class Machine:
 
     @property
     def on_cpu(self) -> bool:
-        """True on CPU, where probes are small and there is no datasheet."""
+        """True on CPU, where probes are small and no datasheet exists."""
         return self.platform == "cpu"
 
 

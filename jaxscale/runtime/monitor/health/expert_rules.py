@@ -33,7 +33,7 @@ class RouterCollapse(Rule):
         ("the load of the experts is not balanced", evidence.balance),
         RATE,
         WARMUP,
-        ("the bias changes so much per step that loads oscillate", evidence.bias_rate),
+        ("the bias changes too fast per step, so loads oscillate", evidence.bias_rate),
         ("the router's weights are so large that scores saturate", evidence.no_evidence),
     )
     advice = (
