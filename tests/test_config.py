@@ -1,6 +1,7 @@
 """A config file and a command line become one RunConfig, or one clear line."""
 
 import dataclasses
+import pathlib
 import sys
 
 import pytest
@@ -14,6 +15,7 @@ from jaxscale.settings.config_file import config_name, config_values, load_confi
 from jaxscale.settings.help_text import describe_settings
 from jaxscale.system.exits import BadInput
 
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 FILE = f"""
 import ml_collections
 
@@ -215,6 +217,17 @@ def test_a_missing_file_is_told_with_the_nearest_there_is(path, tmp_path):
     assert f"did you mean {path}?" in complaint(load_config, str(tmp_path / "tyny.py"))
     assert "is not a file" in complaint(load_config, str(tmp_path / "nowhere" / "x.py"))
     assert "is not a file" in complaint(load_config, str(tmp_path))
+
+
+def test_a_config_of_the_package_is_found_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config("quickstart") == load_config(f"{ROOT}/configs/quickstart.py")
+    assert load_config("auto:depth=2") == load_config(f"{ROOT}/configs/auto.py:depth=2")
+    assert config_name("auto:depth=2") == "auto-depth2"
+    (tmp_path / "quickstart").write_text("")  # a file has priority
+    assert "must be a Python file" in complaint(load_config, "quickstart")
+    assert "did you mean gpt2_124m?" in complaint(load_config, "gpt2_124")
+    assert "did you mean 7b?" in complaint(load_config, "configs/7b.py")
     (tmp_path / "notes.txt").write_text("def get_config(): ...")
     assert "notes.txt must be a Python file" in complaint(load_config, str(tmp_path / "notes.txt"))
     assert "--config must be given" in complaint(load_config, "")

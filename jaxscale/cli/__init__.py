@@ -8,6 +8,7 @@ import importlib
 import sys
 from typing import Any
 
+import jaxscale
 from jaxscale.system import process
 from jaxscale.system.exits import BadInput, codes_help, put, run_and_exit
 
@@ -65,6 +66,9 @@ def dispatch(argv: list[str]) -> int:
     verb, *arguments = argv or ["--help"]
     if verb in ("-h", "--help", "help"):
         put(verbs_help())
+        return 0
+    if verb == "--version":
+        put(f"jaxscale {jaxscale.__version__}")
         return 0
     if verb not in VERBS:
         close = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.5)

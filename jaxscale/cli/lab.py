@@ -26,7 +26,7 @@ from jaxscale.tools.lab.experiment_page import capital, lab_page
 from jaxscale.tools.lab.experiments import EXPERIMENTS
 from jaxscale.tools.lab.trial import Base, Result, Trial, distinct
 
-DEFAULT = "configs/lab.py"
+DEFAULT = "lab"
 
 
 class DryRunEnd(Exception):

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jaxscale
 from jaxscale import schema
 from jaxscale.config import RunConfig
 from jaxscale.settings.command_line import MAX_DIGITS, Arguments
@@ -25,6 +26,7 @@ FLAG_SETTINGS = (
     ("skip-data", "data.skip_batches"), ("init_from", "init.from_path"), ("budget_dollars", "limit.dollars"),
     ("deadline", "limit.deadline"),
 )  # fmt: skip
+SHIPPED = pathlib.Path(jaxscale.__file__).with_name("configs")  # in a checkout, a symbolic link to configs/
 SKIPPED = re.compile(rf"([0-9]{{1,{MAX_DIGITS}}}):([0-9]{{1,{MAX_DIGITS}}})")
 
 
@@ -33,8 +35,9 @@ def load_config(
 ) -> RunConfig:
     """Returns the RunConfig that get_config() in a config file defines, with overrides.
 
-    'configs/auto.py:depth=8' calls get_config('depth=8'). The file is executed, so it must be local. `recorded` returns
-    the settings of the run to resume. Settings without an effect are rejected, unless this run has recorded them.
+    path: a local file, which is executed, or the name of a config in the package, such as 'quickstart'. 'auto:depth=8'
+    calls get_config('depth=8'). recorded: returns the settings of the run to resume. Settings without an effect are
+    rejected, unless this run has recorded them.
     """
     overrides = current_overrides(overrides or {})
     values = with_current_names(config_values(path), RunConfig.renamed)
@@ -93,13 +96,7 @@ def config_values(path: str) -> dict[str, Any]:
     if "://" in path:
         raise BadInput(f"--config={path} must be a local file, because it is executed; copy it to this machine")
     name, argument = split_argument(path)
-    file = pathlib.Path(name)
-    if not name:
-        raise BadInput("--config must be given, for example --config=configs/quickstart.py")
-    if not file.is_file():
-        near = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
-        close = difflib.get_close_matches(str(file), near, n=1)
-        raise BadInput(f"--config={name} is not a file{f'; did you mean {close[0]}?' if close else ''}")
+    file = find_config(name)
     spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise BadInput(f"--config={name} must be a Python file with the suffix .py")
@@ -120,10 +117,32 @@ def config_values(path: str) -> dict[str, Any]:
     return values
 
 
+def find_config(name: str) -> pathlib.Path:
+    """Returns the path of a config file, given its path or its name in the package. Raises BadInput if none exists."""
+    if not name:
+        raise BadInput("--config must be given, such as --config=quickstart")
+    file, names = pathlib.Path(name), shipped_names()
+    if file.is_file():
+        return file
+    if name in names:
+        return SHIPPED / f"{name}.py"
+    close = difflib.get_close_matches(name, [*map(str, file.parent.glob("*.py")), *names], n=1)
+    close = close or difflib.get_close_matches(file.stem, names, n=1)
+    raise BadInput(f"--config={name} is not a file or a config name{f'; did you mean {close[0]}?' if close else ''}")
+
+
+def shipped_names() -> list[str]:
+    """Returns the names of the configs in the package, such as '7b' and 'data/web'."""
+    return sorted(str(file.relative_to(SHIPPED).with_suffix("")) for file in SHIPPED.glob("**/*.py"))
+
+
 def split_argument(path: str) -> tuple[str, str]:
-    """Splits 'configs/auto.py:depth=8' into (file, argument). Any other colon is part of the file name."""
+    """Splits 'auto:depth=8' or 'configs/auto.py:depth=8' into (name or file, argument)."""
     name, mark, argument = path.partition(".py:")
-    return (f"{name}.py", argument) if mark else (path, "")
+    if mark:
+        return f"{name}.py", argument
+    name, _, argument = path.partition(":")
+    return (name, argument) if name in shipped_names() else (path, "")  # other colons are part of the file name
 
 
 @contextlib.contextmanager
