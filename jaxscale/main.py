@@ -22,7 +22,7 @@ from jaxscale.system.exits import BadInput
 class TrainFlags(RunOptions, HostFlags):
     """Flags of `jaxscale train`."""
 
-    config: str = flag("", "a Python file with get_config(); FILE.py:TEXT calls get_config(TEXT)", "FILE")
+    config: str = flag("", "name or Python file of a config; NAME:TEXT calls its get_config(TEXT)", "CONFIG")
     settings: dict[str, str] = flag(
         dict, "overrides any setting by its dotted name, also if the file does not set it", "VALUE", name="config.NAME"
     )
