@@ -106,6 +106,17 @@ def test_a_chat_gets_the_message_as_text_without_markup():
     assert "- a bad batch: batch 119\n" in text and "\nWhat to try:\n- look at the batch\n" in text
 
 
+@pytest.mark.parametrize("query", ["?chat_id=-100&parse_mode=HTML", "?:text=body"])  # Telegram, Apprise API
+def test_the_query_of_an_address_is_sent_with_the_message(query):
+    with chat(lambda number, handler: (200, {})) as (url, received):
+        webhook = Webhook(webhook_url({VARIABLE: url + query}))
+        webhook.post("loss < 9 & rising")
+        webhook.close(5)
+    assert webhook.take_problem() is None
+    assert received[0][0].endswith(f"/secretpath{query}")
+    assert json.loads(received[0][1]) == {"text": "loss &lt; 9 &amp; rising"}
+
+
 def test_a_message_that_fails_is_tried_again_and_a_429_is_obeyed():
     answers = [(503, {}), (429, {"Retry-After": "0.4"}), (200, {})]
     with chat(lambda number, handler: answers[number - 1]) as (url, received):
