@@ -57,6 +57,17 @@ def test_the_age_of_an_object_is_what_the_service_says_it_is(monkeypatch):
 
 
 @pytest.mark.fault("F17")
+def test_a_bit_that_flips_on_its_way_to_the_service_is_noticed_and_the_object_written_again(gcs, monkeypatch):
+    monkeypatch.setattr("jaxscale.system.bucket.FIRST_WAIT", 0.001)
+    door = open_bucket(writing=True)
+    gcs.faults.append(Fault("flip", method="POST"))
+    with pytest.raises(Transient, match="differs from the content that was sent"):
+        door.put(URL, b"content")
+    gcs.faults.append(Fault("flip", method="POST"))
+    door.patiently(lambda: door.put(URL, b"content"), URL)
+    assert door.read(URL) == b"content"
+
+
 @pytest.mark.parametrize(("name", "fault"), [
     ("look", Fault("reset", media=True, after=3)), ("read", Fault("reset", media=True, after=3)),
     ("look", Fault("status", media=True, status=404)),  # replaced between the two questions of a look

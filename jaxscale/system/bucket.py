@@ -1,7 +1,7 @@
 """Client for objects in gs:// buckets over the JSON API: range reads, resumable uploads, conditional writes, retries.
 
-storage.py opens it with this machine's credentials. Requests are made here rather than by a library, since large
-transfers must be resumable. API: cloud.google.com/storage/docs/json_api/v1/objects and .../docs/retry-strategy.
+storage.py opens it with this machine's credentials. docs/decisions.md compares this client with libraries.
+API: cloud.google.com/storage/docs/json_api/v1/objects and .../docs/retry-strategy.
 """
 
 import base64
@@ -108,7 +108,10 @@ class Bucket:
         """
         query = {"uploadType": "media"} | ({} if generation is None else {"ifGenerationMatch": str(generation)})
         headers = {"Content-Type": "application/octet-stream"}
-        return int(self.ask("POST", self.upload_url(url, query), url, "written", headers, content)["generation"])
+        stored = self.ask("POST", self.upload_url(url, query), url, "written", headers, content)
+        if stored.get("md5Hash") != base64.b64encode(hashlib.md5(content, usedforsecurity=False).digest()).decode():
+            raise Transient("the stored content differs from the content that was sent")
+        return int(stored["generation"])
 
     def delete(self, url: str, generation: int) -> None:
         """Deletes an object in one attempt. Raises the errors of put, and FileNotFoundError if it does not exist."""
