@@ -268,9 +268,9 @@ def parse_text(text: str, candidates: list[Any]) -> Any:
     value = literal(text)
     if value is not text:
         return value
-    names = [name.strip() for name in text.split(",")]
+    names = [name.strip() for name in text.split(",")]  # 'a,b' of Literal names
     inner = [typing.get_args(option)[0] for option in candidates if typing.get_origin(option) is tuple]
-    return names if any(typing.get_origin(hint) is Literal for hint in inner) else text  # 'a,b' of Literal names
+    return names if any(typing.get_origin(hint) is Literal for item in inner for hint in options(item)) else text
 
 
 def literal(text: str) -> Any:

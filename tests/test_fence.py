@@ -61,7 +61,7 @@ def writes(call):
     mode = [a.value for a in call.args[1:2] if isinstance(a, ast.Constant)] if called == "open" else []
     if called == "os.open":
         return "O_CREAT" in ast.unparse(call)
-    own = called.startswith(("paths.", "self.attempt", "file.write_text", "self.tensorboard."))
+    own = called.startswith(("paths.", "self.attempt", "file.write_text", "sink.", "service."))
     return (
         called == "os.replace"
         or called.rpartition(".")[2] in WRITES

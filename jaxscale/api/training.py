@@ -16,6 +16,7 @@ from jaxscale.runtime.checkpoint.storage_errors import stop_if_unreachable
 from jaxscale.runtime.hosts import cluster
 from jaxscale.runtime.hosts.programs import enable_shared_cache
 from jaxscale.runtime.monitor.history import read_history
+from jaxscale.runtime.monitor.sinks import missing_packages
 from jaxscale.runtime.run.branching import branch_settings
 from jaxscale.runtime.run.opening import open_run, train_to_completion
 from jaxscale.runtime.run.options import RunOptions, allowed_names
@@ -75,7 +76,10 @@ def load_train_config(
         if both := [name for name in ("init.from_path", "init.what") if name in overrides]:
             raise BadInput(f"--branch_from={branch[0]} and {both[0]} both set the initial state; set only one of them")
         overrides = {**branch_settings(*branch, recorded()), **overrides}
-    return load_config(file, overrides, recorded)
+    cfg = load_config(file, overrides, recorded)
+    if missing := missing_packages(cfg.monitor.writers):
+        raise BadInput("; ".join(missing))
+    return cfg
 
 
 def train_in(workdir: str, cfg: RunConfig, options: RunOptions, flags: Mapping[str, str]) -> None:

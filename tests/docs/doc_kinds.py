@@ -168,4 +168,5 @@ NOT_SHELL = (
     ("docs/index.md", "step 310/316"),
     ("docs/sample.md", "runs/tiny/checkpoints/3: llama"),
     ("docs/watch.md", "jaxscale watch  runs/a  "),
+    ("docs/watch.md", "[project.entry-points."),
 )

@@ -32,11 +32,11 @@ class Service:
         self.gate = threading.Event()
         self.gate.set()
 
-    def log(self, step, metrics):
+    def write(self, step, metrics):
         self.gate.wait(20)
         self.records.append((step, metrics))
 
-    def finish(self):
+    def close(self):
         self.finished = True
 
 
@@ -57,7 +57,7 @@ def test_every_record_arrives_in_order_and_the_end_is_waited_for(tmp_path):
     for step in range(1, 50):
         sink.write(step, {"loss": 1 / step})
     sink.close()
-    assert made[0].records == [(step, {"loss": 1 / step}) for step in range(1, 50)]
+    assert made[0].records == [(step, {"loss": 1 / step, "attempt": 1}) for step in range(1, 50)]
     assert made[0].finished and sink.problem is None and sink.announcement == "test: somewhere"
 
 
@@ -127,9 +127,13 @@ def test_writers_are_named_on_a_command_line_with_commas_between():
 
 @pytest.mark.parametrize(
     ("value", "told"),
-    [("wandb,wandb", "have duplicates"), (["wandb", "wandb"], "have duplicates"), (["tensorbord"], "tensorbord")],
+    [
+        ("wandb,wandb", "have duplicates"),
+        (["wandb", "wandb"], "have duplicates"),
+        ([3], "is not one of wandb, trackio"),
+    ],
 )
-def test_a_writer_that_is_not_there_is_refused(value, told):
+def test_writers_that_cannot_be_are_refused(value, told):
     with pytest.raises(ValueError, match=told):
         schema.from_dict(MonitorConfig, {"writers": value})
 

@@ -135,7 +135,7 @@ def test_a_full_disk_is_said_once_and_every_record_is_there_when_it_has_room_aga
     stream = io.StringIO()
     writer = Writer(tmp_path, MonitorConfig(progress="off"), 100, stream=stream)
     writer.write(1, {"loss": 1.0})
-    writer.tensorboard.records.flush()
+    writer.sinks[-1].records.flush()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 9, hard))
     monkeypatch.setattr(sinks, "FLUSH_SECONDS", 0.0)  # every write is also a flush

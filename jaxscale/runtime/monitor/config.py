@@ -166,8 +166,8 @@ class MonitorConfig:
     )
     health: HealthConfig = setting(HealthConfig, may_change=True, read_if="monitor.health.on")
 
-    writers: tuple[Literal["wandb", "trackio"], ...] = setting(
-        (), "where metrics go besides metrics.jsonl and TensorBoard: wandb, trackio", may_change=True
+    writers: tuple[Literal["wandb", "trackio"] | str, ...] = setting(
+        (), "where metrics go besides metrics.jsonl and TensorBoard: wandb, trackio, other packages", may_change=True
     )
     profile_steps: str | None = setting(
         None, "steps to capture for XProf, FIRST:STOP such as 100:105 for 100 to 104", may_change=True

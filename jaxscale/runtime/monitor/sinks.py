@@ -1,7 +1,7 @@
-"""Metrics writers for Weights & Biases and Trackio, each with a bounded queue and a thread.
+"""Metrics writers: TensorBoard, and services such as Weights & Biases, each with a bounded queue and a thread.
 
-This is the only file that imports these packages; `monitor.writers` selects them. A service never ends a run or blocks
-a step. Records that a service does not accept in time are dropped, which is reported once; metrics.jsonl has them. Each
+`monitor.writers` selects services from OPENERS and from entry points of other packages. A service never ends a run or
+blocks a step. Records that it does not accept in time are dropped, which is reported once; metrics.jsonl has them. Each
 record has `attempt`, the number of times the run was opened: group charts by it to separate repeated steps.
 
 Sources: https://docs.wandb.ai/guides/track/log/customize-logging-axes (define_metric),
@@ -10,6 +10,9 @@ https://docs.wandb.ai/guides/runs/resuming (an id with resume="allow"), https://
 
 import contextlib
 import dataclasses
+import difflib
+import html
+import importlib.metadata
 import os
 import pathlib
 import queue
@@ -29,16 +32,18 @@ MAX_PENDING = 10_000  # records, about 10 MB
 CLOSE_SECONDS = 10.0  # timeout for pending records when a run ends
 FOLDER = "writers"  # in the work folder: NAME.json is {"id": ..., "attempt": ...}
 OFFLINE = ("offline", "disabled", "dryrun")  # values of WANDB_MODE
-LOCKS = {name: threading.Lock() for name in ("wandb", "trackio")}  # each library allows one run per process
+LOCKS: dict[str, threading.Lock] = {}  # by writer, since W&B and Trackio allow one run per process
+GROUP = "jaxscale.writers"  # entry points; each opens a Service when called with a ServiceRun
 FLUSH_SECONDS = 10.0  # a flush also syncs the disk, which is too slow for every write
 
 
 class Service(NamedTuple):
-    """An open run of a service. Its functions may raise or block."""
+    """An open run of a service; an opener may return any object with these attributes. Functions may raise or block."""
 
     address: str  # URL, or a command that shows it
-    log: Callable[[int, Mapping[str, Any]], None]  # log(step, metrics)
-    finish: Callable[[], None]  # sends remaining records
+    write: Callable[[int, dict[str, Any]], None]  # write(step, metrics); values are numbers, which may be NaN, and text
+    write_text: Callable[[int, str, str], None]  # write_text(step, name, text); generated text
+    close: Callable[[], None]  # sends remaining records
 
 
 class ServiceRun:
@@ -58,10 +63,6 @@ class ServiceRun:
         config = redacted(paths.read_json(folder / "config.json")) if (folder / "config.json").exists() else {}
         self.settings: dict[str, Any] = config.get("config", config) | {"attempts": self.attempt}
 
-    def with_attempt(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the metrics with the attempt number, and without None values, which W&B does not draw."""
-        return {name: value for name, value in metrics.items() if value is not None} | {"attempt": self.attempt}
-
 
 @dataclasses.dataclass(eq=False)
 class Sink:
@@ -74,7 +75,7 @@ class Sink:
     close_seconds: float = CLOSE_SECONDS
 
     def __post_init__(self):
-        self.records: queue.Queue[tuple[int, dict[str, Any]] | None] = queue.Queue(self.max_pending)
+        self.records: queue.Queue[tuple[int, Any] | None] = queue.Queue(self.max_pending)
         self.lost, self.cause = 0, ""
         self.announcement = ""  # address of the run, until it is logged
         self.finished = threading.Event()
@@ -88,24 +89,34 @@ class Sink:
             return None
         return f"{self.name} lacks metrics that metrics.jsonl has: {self.cause or 'it is too slow'}"
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Queues a record; drops it if the queue is full."""
+    def write(self, step: int, record: Mapping[str, Any] | tuple[str, str]) -> None:
+        """Queues metrics, or a name and text; drops them if the queue is full."""
         if self.cause:
             return
         try:
-            self.records.put_nowait((step, dict(metrics)))
+            self.records.put_nowait((step, record))
         except queue.Full:
             self.lost += 1
 
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Queues generated text."""
+        self.write(step, (name, text))
+
     def work(self) -> None:
         """Opens the service and logs records until `close`."""
-        with LOCKS.get(self.name, contextlib.nullcontext()):
+        with LOCKS.setdefault(self.name, threading.Lock()):
             try:
-                service = self.open_service(ServiceRun(self.workdir, self.name))
+                service_run = ServiceRun(self.workdir, self.name)
+                service = self.open_service(service_run)
                 self.announcement = f"{self.name}: {service.address}"
-                while (record := self.records.get()) is not None:
-                    service.log(*record)
-                service.finish()
+                while (pending := self.records.get()) is not None:
+                    step, record = pending
+                    if isinstance(record, tuple):
+                        service.write_text(step, *record)
+                    else:
+                        metrics = {name: value for name, value in record.items() if value is not None}
+                        service.write(step, metrics | {"attempt": service_run.attempt})
+                service.close()
             except BaseException as error:  # some services raise SystemExit instead of prompting
                 first_line = (shown(str(error)).strip().splitlines() or [""])[0][:300]
                 self.cause = f"{type(error).__name__}: {first_line}"
@@ -140,14 +151,13 @@ def open_wandb(service_run: ServiceRun) -> Service:
         finish_timeout_raises=True,
         x_disable_machine_info=True,  # do not upload the host name
     )
-    folder = service_run.folder
-    folder = tempfile.mkdtemp(prefix="jaxscale-wandb-") if paths.is_remote(folder) else str(folder)
+    remote = paths.is_remote(service_run.folder)
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT") or "jaxscale",
         id=service_run.id,
         name=os.environ.get("WANDB_NAME") or service_run.run_name,
         resume=None if offline else "allow",  # offline, `wandb sync --append` joins the attempts
-        dir=folder,
+        dir=tempfile.mkdtemp(prefix="jaxscale-wandb-") if remote else str(service_run.folder),
         config=service_run.settings,
         settings=settings,
     )
@@ -155,10 +165,13 @@ def open_wandb(service_run: ServiceRun) -> Service:
     run.define_metric("step", hidden=True)
     run.define_metric("*", step_metric="step")
 
-    log = lambda step, metrics: run.log(service_run.with_attempt(metrics) | {"step": step})
-    offline_path = f"stored in {run.dir.removesuffix('/files')}; upload it with wandb sync --append"
-    link = run.url or "not sent: W&B returned no address"  # such as with WANDB_MODE=disabled
-    return Service(offline_path if run.offline else link, log, run.finish)
+    write = lambda step, metrics: run.log(metrics | {"step": step})
+    page = lambda text: wandb.Html(f"<pre>{html.escape(text)}</pre>", data_is_not_path=True)
+    write_text = lambda step, name, text: write(step, {name: page(text), "attempt": service_run.attempt})
+    address = run.url or "not sent: W&B returned no address"  # such as with WANDB_MODE=disabled
+    if run.offline:
+        address = f"stored in {run.dir.removesuffix('/files')}; upload it with wandb sync --append"
+    return Service(address, write, write_text, run.finish)
 
 
 def open_trackio(service_run: ServiceRun) -> Service:
@@ -176,30 +189,37 @@ def open_trackio(service_run: ServiceRun) -> Service:
             auto_log_cpu=False,
         )
 
-    def finish() -> None:
+    def close() -> None:
         with contextlib.redirect_stdout(sys.stderr):
             run.finish()
 
-    log = lambda step, metrics: run.log(service_run.with_attempt(metrics), step=step)
-    return Service(f"run {run.name}; trackio show --project {run.project}", log, finish)
+    write = lambda step, metrics: run.log(metrics, step=step)
+    write_text = lambda step, name, text: write(step, {name: trackio.Markdown(block_in_markdown(text))})
+    return Service(f"run {run.name}; trackio show --project {run.project}", write, write_text, close)
 
 
 OPENERS = {"wandb": open_wandb, "trackio": open_trackio}
 
 
 def open_sinks(names: Sequence[str], workdir: Any) -> list[Sink]:
-    """Returns a sink for each name. Raises BadInput if a package is missing."""
+    """Returns a sink for each name. Raises BadInput if a writer or its package is missing."""
     if missing := missing_packages(names):
         raise BadInput("; ".join(missing))
-    return [Sink(name, workdir, OPENERS[name]) for name in names]
+    load = lambda name: lambda run: importlib.metadata.entry_points(group=GROUP)[name].load()(run)  # in the thread
+    return [Sink(name, workdir, OPENERS.get(name) or load(name)) for name in names]
 
 
 def missing_packages(names: Sequence[str]) -> list[str]:
-    """Returns one error message for each writer whose package is not installed."""
+    """Returns one error message for each writer that is unknown or whose package is not installed."""
+    external = set(names) - set(OPENERS) and importlib.metadata.entry_points(group=GROUP).names  # takes 20 ms
+    known = sorted({*OPENERS, *external})
+    nearest = lambda name: " or ".join(difflib.get_close_matches(name, known, n=2, cutoff=0.3) or known)
     return [
         f"monitor.writers={name!r} needs a missing package; run pip install 'jaxscale[{name}]', or remove the writer"
+        if name in OPENERS
+        else f"monitor.writers={name!r} is not an installed writer; nearest: {nearest(name)} (docs/watch.md)"
         for name in names
-        if not packages.is_installed(name)
+        if not (packages.is_installed(name) if name in OPENERS else name in external)
     ]
 
 
@@ -216,10 +236,12 @@ class TensorBoard:
         self.pending: list[bytes] = []  # records; the fence is checked once per flush
         self.flushed_at = 0.0
         self.problem: str | None = None
+        self.announcement = ""
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Adds one event with all scalars of a step."""
-        self.add_summary(step, {"value": [{"tag": name, "simple_value": value} for name, value in scalars.items()]})
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Adds one event with all numbers of a step."""
+        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+        self.add_summary(step, {"value": [{"tag": name, "simple_value": value} for name, value in numbers.items()]})
 
     def write_text(self, step: int, name: str, text: str) -> None:
         """Adds text for the text panel. It becomes a code block, since TensorBoard renders Markdown."""

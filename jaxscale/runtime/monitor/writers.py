@@ -41,12 +41,12 @@ class Writer:
     diagnosis: Diagnosis | None = None  # receives every record, existing records first
 
     def __post_init__(self):
-        self.sinks: list[Sink] = []
+        self.sinks: list[Sink | TensorBoard] = []
         self.workdir = paths.as_path(self.workdir)
         notebook = self.stream is None and find_display() is not None
         style = choose_style(self.cfg.progress, self.stream or sys.stdout, notebook=notebook) if self.primary else "off"
         self.console = open_console(style, self.total_steps, self.stream)
-        self.metrics_file, self.tensorboard, self.reported = None, None, set()
+        self.metrics_file, self.reported = None, set()
         self.other_files: dict[str, RecordFile] = {}  # samples and expert counts, once there are any
         if not self.primary:
             self.diagnosis = None
@@ -62,9 +62,11 @@ class Writer:
         if existing.dropped_steps:
             first, last = min(existing.dropped_steps), max(existing.dropped_steps)
             self.say(f"metrics.jsonl: dropped steps {first} to {last}, which are repeated")
-        self.sinks = open_sinks(self.cfg.writers, self.workdir)
+        self.sinks += open_sinks(self.cfg.writers, self.workdir)
         if self.cfg.tensorboard and paths.is_remote(self.workdir):
             self.say("TensorBoard events are written to local folders only; metrics.jsonl has every number")
+        elif self.cfg.tensorboard:
+            self.sinks.append(TensorBoard(self.workdir / "tensorboard", self.start_step))
 
     def due(self, step: int) -> bool:
         """Returns True for steps whose metrics are written: the first, the last, and multiples of log_every_steps."""
@@ -80,24 +82,19 @@ class Writer:
         self.metrics_file.write(record)
         for sink in self.sinks:
             sink.write(step, values)
-        if self.cfg.tensorboard and not paths.is_remote(self.workdir):
-            if self.tensorboard is None:
-                self.tensorboard = TensorBoard(self.workdir / "tensorboard", self.start_step)
-            scalars = {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
-            self.tensorboard.write(step, scalars)
         self.console.metrics(step, values)
         self.log_problems()
         if self.diagnosis is not None:
             self.diagnosis.update(record)
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """Writes generated text to samples.jsonl and TensorBoard, and its first characters to the console."""
+        """Writes generated text to samples.jsonl and all writers, and its first characters to the console."""
         if not self.primary:
             return
         record = redacted({"step": step, "prompt": prompt, "text": text})
         self.append(SAMPLES, record)
-        if self.tensorboard is not None:  # opened by earlier scalars
-            self.tensorboard.write_text(step, "sample", record["text"])
+        for sink in self.sinks:
+            sink.write_text(step, "sample", record["text"])
         self.say(f"sample of step {step}: {' '.join(record['text'].split())[:SAMPLE_CHARACTERS]}")
         self.log_problems()
 
@@ -119,7 +116,7 @@ class Writer:
             if sink.announcement:
                 self.say(sink.announcement)
                 sink.announcement = ""
-        problems = [output.problem for output in self.outputs() if output.problem]
+        problems = [output.problem for output in (*self.files(), *self.sinks) if output.problem]
         for problem in problems:
             if problem not in self.reported:
                 self.say(problem)
@@ -128,10 +125,6 @@ class Writer:
     def files(self) -> list[RecordFile]:
         """Returns the open JSON Lines files."""
         return [file for file in (self.metrics_file, *self.other_files.values()) if file is not None]
-
-    def outputs(self) -> list[Any]:
-        """Returns all open outputs."""
-        return [output for output in (*self.files(), self.tensorboard, *self.sinks) if output is not None]
 
     def upload_soon(self) -> None:
         """Starts pending uploads now, for example before a checkpoint of the same step. Does not block."""
@@ -152,14 +145,14 @@ class Writer:
         for file in self.files():
             if not file.flush(LAST_SECONDS):
                 self.say(f"{file.path} lacks the last records: {file.problem or 'no response yet'}")
-        for output in self.outputs():
+        for output in (*self.files(), *self.sinks):
             output.close()
         if self.diagnosis is not None:
             self.diagnosis.close()
         self.console.close()
         self.metrics_file, self.other_files = None, {}  # their problems are logged above
         self.log_problems()
-        self.tensorboard, self.sinks, self.diagnosis, self.primary = None, [], None, False
+        self.sinks, self.diagnosis, self.primary = [], None, False
 
 
 class ExistingRecords(NamedTuple):
