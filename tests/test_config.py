@@ -304,6 +304,7 @@ def test_a_value_may_hold_an_equals_sign():
         (["a.py"], "a.py is not a flag of this command; settings are written --config.NAME=VALUE"),
         (["--optim.peak_lr=1"], "settings are written --config.NAME=VALUE"),
         (["--config"], "--config needs a value"),
+        (["--config=a.py", "--config.seed"], "--config.seed needs a value"),
     ],
 )
 def test_what_is_no_flag_is_one_line(argv, told):

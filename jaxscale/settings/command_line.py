@@ -92,10 +92,10 @@ def parse(argv: Sequence[str], cls: type, only: Collection[str] | None = None) -
         elif field.metadata.get("bare") and not equals:
             value = field.metadata["bare"]
         elif not equals:
-            value = remaining.pop(0) if remaining else ""
+            value, equals = (remaining.pop(0), "=") if remaining else ("", "")
             if value.startswith("--"):
                 raise BadInput(f"--{name} needs a value, but {value} follows; write --{name}=VALUE (true for a switch)")
-        if not value and not name.startswith("config."):
+        if not value and not (equals and name.startswith("config.")):  # a setting may be set to an empty text
             raise BadInput(f"--{name} needs a value: --{name}={field.metadata.get('value') or 'VALUE'}")
         given.setdefault(name, []).append(value)
     return make_arguments(given, convert_flags(cls, known, given))
