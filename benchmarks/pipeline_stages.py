@@ -18,7 +18,6 @@ import jax
 
 from benchmarks import run_main, show
 from jaxscale.build import make_program
-from jaxscale.cli.attempt import simulated_devices_env
 from jaxscale.config import RunConfig
 from jaxscale.core.axes.pipeline_schedules import EQUAL_COSTS, Costs, Schedule
 from jaxscale.core.config import MeshConfig, PipelineConfig, ScheduleName
@@ -26,6 +25,7 @@ from jaxscale.core.models.config import BLOCKS
 from jaxscale.program.budget import resolve_budget
 from jaxscale.settings.command_line import Arguments, flag
 from jaxscale.settings.help_text import command
+from jaxscale.system.attempt import simulated_devices_env
 from jaxscale.system.exits import put
 from jaxscale.tools.planning.schedule_times import simulated_seconds
 from jaxscale.tools.qualify.step import SpecFlags, place, random_batches, read_config

@@ -24,7 +24,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale import units
-from jaxscale.cli.attempt import Attempt
 from jaxscale.runtime.checkpoint.folders import all_steps
 from jaxscale.runtime.checkpoint.lineage import read_start_step
 from jaxscale.runtime.hosts.config import host_budgets
@@ -34,6 +33,7 @@ from jaxscale.settings.command_line import Arguments, flag
 from jaxscale.settings.config_file import config_name
 from jaxscale.settings.help_text import command
 from jaxscale.system import paths
+from jaxscale.system.attempt import Attempt
 from jaxscale.system.exits import BadInput, Exit, codes_help, first_line, may_start_again, meaning, print_stderr
 
 POLL_SECONDS = 0.05  # interval of checking for signals during a pause

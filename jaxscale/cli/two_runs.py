@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale import units
-from jaxscale.cli.attempt import Attempt
 from jaxscale.cli.shrink import without_extras
 from jaxscale.config import RunConfig
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
@@ -28,6 +27,7 @@ from jaxscale.runtime.checkpoint.record import named_leaves, nest
 from jaxscale.runtime.monitor.records import read_records
 from jaxscale.settings.config_file import file_text
 from jaxscale.system import paths
+from jaxscale.system.attempt import Attempt
 from jaxscale.system.exits import Exit, Stop, may_start_again, meaning
 
 SAVE_EVERY = 3

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Literal
 
 from jaxscale.cli import verify_parity
-from jaxscale.cli.attempt import simulated_devices_env
 from jaxscale.cli.shrink import changes_text, is_large, shrink, use_available_data
 from jaxscale.cli.two_runs import KILL_AFTER, SAVE_EVERY, RunComparison, TwoRuns, comparable, compare, read_metrics
 from jaxscale.config import RunConfig
@@ -29,6 +28,7 @@ from jaxscale.settings import config_file
 from jaxscale.settings.command_line import Arguments, flag
 from jaxscale.settings.help_text import command
 from jaxscale.system import paths
+from jaxscale.system.attempt import simulated_devices_env
 from jaxscale.system.exits import BadInput, Exit, Stop, put
 
 LEAST_STEPS = 4 * SAVE_EVERY  # enough for a kill after the second checkpoint, and one during the second save after it

@@ -20,7 +20,6 @@ import jax
 import numpy as np
 
 from jaxscale.build import Program, make_program
-from jaxscale.cli.attempt import simulated_devices_env
 from jaxscale.config import RunConfig
 from jaxscale.core.batch import Batch
 from jaxscale.core.config import ContextConfig, ExchangeName, ExpertConfig, MeshConfig, PipelineConfig, SharingName
@@ -28,6 +27,7 @@ from jaxscale.core.mesh import mesh_shape
 from jaxscale.program.budget import resolve_budget
 from jaxscale.runtime.data.pipeline import open_data
 from jaxscale.runtime.hosts.meshes import put_rows
+from jaxscale.system.attempt import simulated_devices_env
 from jaxscale.system.exits import BadInput
 from jaxscale.tools.qualify.timing import CompileLog
 

@@ -14,10 +14,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxscale import schema
 from jaxscale.cli import verify_parity as vp
-from jaxscale.cli.attempt import COLLECTIVE_TIMEOUT, simulated_devices_env
 from jaxscale.cli.verify_parity import ParallelLayout, expert_layouts, tensor_layout
 from jaxscale.config import RunConfig
 from jaxscale.core.config import PipelineConfig
+from jaxscale.system.attempt import COLLECTIVE_TIMEOUT, simulated_devices_env
 from jaxscale.tools.qualify.timing import CompileLog
 
 SIZES = dict(vocab_size=263, num_layers=2, embed_dim=32)  # 263 is prime

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from jaxscale.cli.attempt import Attempt
 from jaxscale.cli.two_runs import last_line
+from jaxscale.system.attempt import Attempt
 
 
 def test_a_signal_to_a_command_that_has_ended_does_not_reap_it():
