@@ -35,7 +35,7 @@ class Attempt:
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, output: int | None = None):
-        """Starts the command. On Linux, it is killed when this thread ends. Raises BadInput if the program is missing."""
+        """Starts the command. Linux kills it when this thread ends. Raises BadInput if the program does not exist."""
         if shutil.which(command[0], path=(env or os.environ).get("PATH")) is None:
             raise BadInput(f"{command[0]} is not an executable on PATH; put the program right after --")
         if sys.platform.startswith("linux"):

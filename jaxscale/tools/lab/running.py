@@ -6,7 +6,6 @@ import os
 import shlex
 import signal
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from jaxscale import units
 from jaxscale.runtime.hosts.discovery import TPU_FILES
 from jaxscale.runtime.monitor.run_files import read_lines
 from jaxscale.system import paths
+from jaxscale.system.attempt import Attempt
 from jaxscale.system.exits import BadInput, Exit, Stop, meaning
 from jaxscale.tools.lab.trial import ENDS, Result, Trial, folder_of, outcome_of, read_result
 
@@ -79,7 +79,7 @@ def run_all(trials: Sequence[Trial], work: Any, *, jobs: int, say: Callable[[str
 def run_trial(trial: Trial, folder: Any, slot: threading.local, stop: threading.Event) -> float | None:
     """Runs a trial on the CPU cores `slot.cores`. Returns its time in seconds, or None if `stop` was set.
 
-    The process is killed at step `trial.kill_at`, then restarted. It has its own session, so Ctrl-C does not reach it.
+    The process is killed at step `trial.kill_at`, then restarted. It has its own group, so Ctrl-C does not reach it.
     If `stop` is set, it saves a checkpoint and exits. If the trial fails, sets `stop` and raises Stop.
     """
     began, is_killed = time.monotonic(), True
@@ -88,23 +88,22 @@ def run_trial(trial: Trial, folder: Any, slot: threading.local, stop: threading.
     folder.mkdir(parents=True, exist_ok=True)
     while is_killed:
         with (folder / OUTPUT).open("ab") as output:
-            command = train_command(trial, folder)
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            attempt = Attempt(train_command(trial, folder), output=output.fileno())
         if slot.cores:  # sets XLA's number of threads; preexec_fn may deadlock when JAX has threads
             with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(process.pid, slot.cores)
+                os.sched_setaffinity(attempt.process.pid, slot.cores)
         is_killed = False
         try:
-            while process.poll() is None and not is_killed and not stop.wait(POLL_SECONDS):
+            while attempt.running() and not is_killed and not stop.wait(POLL_SECONDS):
                 if is_due(trial, folder):
                     (folder / KILLED).write_text(f"{trial.kill_at}\n", "utf-8")
-                    process.kill()  # without cleanup, as in a power failure
+                    attempt.kill_group()  # without cleanup, as in a power failure
                     is_killed = True
         finally:
-            if process.poll() is None and not is_killed:
-                process.send_signal(signal.SIGTERM)
-            process.wait()
-    if (code := process.returncode) not in ENDS and not stop.is_set():
+            if not is_killed:
+                attempt.signal(signal.SIGTERM)
+            code = attempt.wait()
+    if code not in ENDS and not stop.is_set():
         lines = (folder / OUTPUT).read_text("utf-8", "replace").splitlines()[-LAST_LINES:]
         shown = "".join(f"\n    {line}" for line in lines)
         known = Exit(code) if code in list(Exit) else Exit.ERROR
