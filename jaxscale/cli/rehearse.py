@@ -27,12 +27,11 @@ import jax
 
 from jaxscale import units
 from jaxscale.cli import two_runs
-from jaxscale.cli.two_runs import KILL_AFTER, RUNS, TwoRuns, checkpoints_of, comparable, num_bytes, read_metrics
+from jaxscale.cli.two_runs import KILL_AFTER, RUNS, TwoRuns, checkpoints_of, comparable, state_bytes
 from jaxscale.config import RunConfig
 from jaxscale.runtime.checkpoint.write import MARGIN, check_before_run
 from jaxscale.runtime.hosts import cluster
-from jaxscale.runtime.monitor.events import read_events
-from jaxscale.runtime.monitor.records import read_records
+from jaxscale.runtime.monitor.history import read_history
 from jaxscale.runtime.run.options import allowed_names
 from jaxscale.runtime.run.resume_checks import recorded_settings
 from jaxscale.settings import config_file
@@ -41,6 +40,7 @@ from jaxscale.settings.help_text import command
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop, first_line, meaning, put
 from jaxscale.system.process import files_as, folder_mode
+from jaxscale.tools.qualify.timing import seconds_of
 
 LEAST_STEPS = KILL_AFTER + 1
 PROBE_BYTES = 32 << 20  # as large as the files of checkpoints
@@ -90,11 +90,8 @@ def try_storage(rehearsal: Rehearsal, report: RehearsalReport) -> int | None:
     try:
         folder = paths.make_run_dir(str(rehearsal.folder))
         content, file = os.urandom(PROBE_BYTES), folder / "probe"
-        began = time.monotonic()
-        paths.write_bytes_atomic(file, content)
-        wrote = time.monotonic() - began
-        back = file.read_bytes()
-        read = time.monotonic() - began - wrote
+        wrote, _ = seconds_of(lambda: paths.write_bytes_atomic(file, content))
+        read, back = seconds_of(file.read_bytes)
         file.unlink()
     except Exception as error:  # errors of any storage client
         cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -122,24 +119,21 @@ def run_straight(rehearsal: Rehearsal, report: RehearsalReport) -> None:
     if newest != rehearsal.steps:
         reason = f"train_tokens={rehearsal.cfg.train_tokens} is less than the {rehearsal.steps} steps of a rehearsal"
         raise Stop(Exit.NO_GO, f"the run ended at step {newest}: {reason}")
-    records = read_metrics(rehearsal.folder / "straight", timing=True)
-    times = [record["step_seconds"] for record in records.values() if record.get("step_seconds")]
+    history = read_history(rehearsal.folder / "straight", None)
+    times, losses = history.series("step_seconds")[1], history.series("loss")[1]
     step_seconds = statistics.median(times) if times else None
     report.add("start", OK, "time until the first step completed: data, compilation, evaluation, one step", seen.first)
-    losses = [record["loss"] for _, record in sorted(records.items()) if record.get("loss") is not None]
     text = f"{losses[0]:.4g} to {losses[-1]:.4g}" if losses else "unknown"
     report.add("train", OK, f"{rehearsal.steps} steps, loss {text}; time per step", step_seconds)
-    metrics = read_records(rehearsal.folder / "straight" / "metrics.jsonl")
-    if evaluated := [record for record in metrics if "validation/loss" in record]:
-        last = evaluated[-1]
-        text = f"{len(evaluated)} times, validation loss {last['validation/loss']:.4g} at step {last['step']}"
-        report.add("evaluate", OK, f"{text}; time per evaluation", last.get("validation_seconds"))
+    evaluated, found = history.series("validation/loss")
+    if evaluated:
+        text = f"{len(evaluated)} times, validation loss {found[-1]:.4g} at step {evaluated[-1]}; time per evaluation"
+        report.add("evaluate", OK, text, history.latest("validation_seconds"))
     else:
         report.add("evaluate", SKIPPED, "not evaluated, since no text is held out (data.valid..., eval.num_rows)")
-    size = sum(num_bytes(leaf) for leaf in checkpoints.read_record(newest)["leaves"].values())
-    events = read_events(rehearsal.folder / "straight")
-    seconds = max((event["seconds"] for event in events if event["event"] == "saved"), default=None)
-    report.add("save", OK, f"{units.size(size)} per checkpoint; time until it was written and read back", seconds)
+    seconds = max((event["seconds"] for event in history.events if event["event"] == "saved"), default=None)
+    size = units.size(state_bytes(checkpoints, newest))
+    report.add("save", OK, f"{size} per checkpoint; time until it was written and read back", seconds)
     if step_seconds is None:
         return
     every, steps = rehearsal.cfg.checkpoint.save_every_steps, rehearsal.total_steps
@@ -153,8 +147,7 @@ def check_space(rehearsal: Rehearsal, report: RehearsalReport, free: int | None)
     """Reports whether there is space for the retained checkpoints. free: free bytes at first; None for a bucket."""
     report.phase = "space"
     checkpoints = checkpoints_of(rehearsal.folder / "straight")
-    leaves = checkpoints.read_record(rehearsal.steps)["leaves"].values()
-    size, keep = sum(map(num_bytes, leaves)), rehearsal.cfg.checkpoint.keep_last
+    size, keep = state_bytes(checkpoints, rehearsal.steps), rehearsal.cfg.checkpoint.keep_last
     if free is None:
         report.add("space", NOTE, f"a checkpoint takes {units.size(size)}; the bucket's quota is unknown")
         return
@@ -168,20 +161,16 @@ def check_space(rehearsal: Rehearsal, report: RehearsalReport, free: int | None)
     if every := rehearsal.cfg.checkpoint.keep_every_steps:
         added = rehearsal.total_steps // every * size
         if (added + keep * size) * MARGIN > free:
-            report.add(
-                "space",
-                NOTE,
-                f"keep_every_steps={every} adds {units.size(added)} by the end of the run; move some of them away",
-            )
+            more = f"keep_every_steps={every} adds {units.size(added)} by the end of the run; move some of them away"
+            report.add("space", NOTE, more)
 
 
 def run_killed(rehearsal: Rehearsal, report: RehearsalReport) -> dict[int, dict]:
     """Starts a second run, kills it while it saves, and resumes it. Returns the metrics logged before the kill."""
     report.begin("kill", f"the same run, killed with SIGKILL after step {KILL_AFTER} while it saves")
-    newest, seen = rehearsal.kill(f"step:{KILL_AFTER}")
-    metrics = read_metrics(rehearsal.folder / "killed")
-    died = meaning(seen.code)
-    report.add("kill", OK, f"{died} after step {KILL_AFTER}, newest checkpoint {newest}", seen.seconds)
+    newest, metrics, seen = rehearsal.kill(f"step:{KILL_AFTER}")
+    died = f"{meaning(seen.code)} after step {KILL_AFTER}, newest checkpoint {newest}"
+    report.add("kill", OK, died, seen.seconds)
     report.begin("resume", "restarted")
     seen = rehearsal.run("killed")
     restored = f"restored step {newest} and trained to {rehearsal.steps}; time until the first step"
@@ -243,18 +232,17 @@ def main(arguments: Arguments) -> int:
 def carry_out(rehearsal: Rehearsal) -> int:
     """Rehearses, prints the table and the verdict, and cleans up unless the verdict is NO-GO. Returns the exit code."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM also cleans up
-    made, keep_folder = missing_folders(rehearsal.workdir), False
+    made, keep_folder = missing_folders(rehearsal.workdir), True
     report = RehearsalReport(put)
     try:
         rehearse(rehearsal, report)
         keep_folder = not report.goes
     except Stop as stop:
         report.add(report.phase, NO, str(stop))
-        keep_folder = True
-    except Exception:
-        keep_folder = True  # the files help to find the cause
+    except BaseException as error:
+        keep_folder = isinstance(error, Exception)  # to find the cause; an interrupted rehearsal is deleted
         raise
-    finally:  # an interrupted rehearsal is deleted
+    finally:
         signal.signal(signal.SIGTERM, previous)
         if not keep_folder and rehearsal.is_first:
             clean_up(rehearsal, made)
@@ -284,8 +272,7 @@ def plan_rehearsal(arguments: Arguments) -> Rehearsal:
     folder = paths.as_path(workdir) / "rehearsal"
     if is_first and any((folder / run).exists() for run in RUNS):
         raise BadInput(f"{folder} contains an earlier rehearsal that ended with NO-GO; inspect it, then delete it")
-    remote = paths.is_remote(workdir)
-    logs = pathlib.Path(tempfile.mkdtemp(prefix="jaxscale-rehearsal-")) if remote else pathlib.Path(folder).absolute()
+    folder, remote = folder.absolute(), paths.is_remote(workdir)
     command = [sys.executable, "-m", "jaxscale.cli", "train", f"--stop_after={arguments.flags.steps}"]
     command += [f"--{name}={options[name]}" for name in FORWARDED_FLAGS if name in options]
     return Rehearsal(
@@ -293,8 +280,8 @@ def plan_rehearsal(arguments: Arguments) -> Rehearsal:
         trained=comparable(cfg, keep_last=1),
         command=command,
         workdir=workdir,
-        folder=folder if remote else pathlib.Path(folder).absolute(),
-        logs=logs,
+        folder=folder,
+        logs=pathlib.Path(tempfile.mkdtemp(prefix="jaxscale-rehearsal-")) if remote else folder,
         steps=arguments.flags.steps,
         env=os.environ,
         say=put,

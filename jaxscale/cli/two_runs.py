@@ -12,7 +12,7 @@ import pathlib
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jaxscale.config import RunConfig
 from jaxscale.runtime.checkpoint.config import CheckpointConfig
 from jaxscale.runtime.checkpoint.manager import Checkpoints
 from jaxscale.runtime.checkpoint.record import named_leaves, nest
+from jaxscale.runtime.checkpoint.verify import leaf_bytes
 from jaxscale.runtime.monitor.records import read_records
 from jaxscale.settings.config_file import file_text
 from jaxscale.system import paths
@@ -127,15 +128,16 @@ class TwoRuns:
             code = attempt.wait()
         return code, time.monotonic() - began, min(done.values(), default=None)
 
-    def kill(self, point: str) -> tuple[int, Watched]:
-        """Runs the second run until it is killed at a point of system/faults.py. Returns (newest checkpoint, result).
+    def kill(self, point: str) -> tuple[int, dict[int, dict], Watched]:
+        """Runs the second run until it is killed at a point of system/faults.py.
 
-        Raises the errors of run(), and Stop if no checkpoint exists.
+        Returns (newest checkpoint, metrics logged before the kill, result). Raises the errors of run(), and Stop if
+        no checkpoint exists.
         """
         seen = self.run("killed", point)
         if not (newest := self.newest()):
             raise Stop(Exit.ERROR, f"the run has no checkpoint to resume from: {meaning(seen.code)} at {point}")
-        return newest, seen
+        return newest, read_metrics(self.folder / "killed"), seen
 
 
 def last_line(log: pathlib.Path) -> str:
@@ -170,12 +172,11 @@ class RunComparison(NamedTuple):
         return [*units.table([("compared", "size", "differences"), *self.rows], indent=""), verdict, *shown]
 
 
-def read_metrics(workdir: Any, *, timing: bool = False) -> dict[int, dict[str, Any]]:
-    """Returns {step: training metrics}, without TIMING_METRICS unless `timing`."""
-    shown = lambda name: timing or not any(part in name for part in TIMING_METRICS)
-    records = read_records(paths.as_path(workdir) / "metrics.jsonl")
-    trained = [record for record in records if "tokens_hash" in record]
-    return {record["step"]: {name: record[name] for name in record if shown(name)} for record in trained}
+def read_metrics(workdir: Any) -> dict[int, dict[str, Any]]:
+    """Returns {step: training metrics}, without TIMING_METRICS."""
+    compared = lambda name: not any(part in name for part in TIMING_METRICS)
+    trained = [r for r in read_records(paths.as_path(workdir) / "metrics.jsonl") if "tokens_hash" in r]
+    return {record["step"]: {name: record[name] for name in record if compared(name)} for record in trained}
 
 
 def compare(one: Any, other: Any, steps: int, seen: list[dict[int, dict]] | None = None) -> RunComparison:
@@ -184,9 +185,10 @@ def compare(one: Any, other: Any, steps: int, seen: list[dict[int, dict]] | None
     run, other_run = checkpoints.read_run(steps), other_checkpoints.read_run(steps)
     rows, differences = [], []
 
-    def note(what: str, amount: str, found: list[str]) -> None:
-        rows.append((what, amount, str(len(found))))
-        differences.extend(f"{what}: {line}" for line in found)
+    def note(what: str, amount: str, found: Iterable[str]) -> None:
+        lines = [f"{what}: {line}" for line in found]
+        rows.append((what, amount, str(len(lines))))
+        differences.extend(lines)
 
     for group, amount, found in compare_state(checkpoints, other_checkpoints, steps):
         note(f"state: {group}", amount, found)
@@ -197,11 +199,10 @@ def compare(one: Any, other: Any, steps: int, seen: list[dict[int, dict]] | None
     logged = range(1, steps + 1)
     if paths.is_remote(other):  # a killed run may not have uploaded its last lines
         logged = [step for step in logged if step in other_metrics]
-    for what, names in (("token ids", ("tokens_hash", "batch_index")), ("metrics", None)):
+    for what, names in (("token ids", ("tokens_hash", "batch_index")), ("metrics", ())):
         note(what, f"{len(logged)} steps", metric_differences(metrics, other_metrics, logged, names))
-    before_kill = [(step, record) for early in seen or () for step, record in early.items()]
-    found = [line for step, r in before_kill for line in metric_differences(metrics, {step: r}, [step], None)]
-    note("metrics before a kill", f"{len(before_kill)} steps", found)
+    found = [line for early in seen or () for line in metric_differences(metrics, early, early)]
+    note("metrics before a kill", f"{sum(map(len, seen or ()))} steps", found)
     return RunComparison(rows, differences)
 
 
@@ -215,7 +216,7 @@ def compare_state(one: Checkpoints, other: Checkpoints, step: int) -> Iterator[t
         shared = [name for name in names if name in leaves and name in other_leaves]
         which = lambda name: "second" if name in other_leaves else "first"
         found = [f"{name} is only in the {which(name)} run" for name in names if name not in shared]
-        for part in batches(shared, {name: num_bytes(leaves[name]) for name in shared}):
+        for part in batches(shared, {name: leaf_bytes(*leaves[name][:2]) for name in shared}):
             state = read_leaves(one, step, leaves, part)
             other_state = read_leaves(other, step, other_leaves, part)
             found += [line for name in part if (line := leaf_difference(name, state[name], other_state[name]))]
@@ -223,22 +224,19 @@ def compare_state(one: Checkpoints, other: Checkpoints, step: int) -> Iterator[t
         yield group, f"{len(names)} arrays, {numbers:,} numbers", found
 
 
-def batches(names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yields the names in groups of at most READ_BYTES. A leaf that is larger is a group by itself."""
-    part, filled = [], 0
+def batches(names: Sequence[str], sizes: Mapping[str, int]) -> list[list[str]]:
+    """Returns the names in groups of at most READ_BYTES. A leaf that is larger is a group by itself."""
+    parts: list[list[str]] = []
     for name in names:
-        if part and filled + sizes[name] > READ_BYTES:
-            yield part
-            part, filled = [], 0
-        part.append(name)
-        filled += sizes[name]
-    if part:
-        yield part
+        if not parts or sum(sizes[other] for other in [*parts[-1], name]) > READ_BYTES:
+            parts.append([])
+        parts[-1].append(name)
+    return parts
 
 
-def num_bytes(described: Sequence[Any]) -> int:
-    """Returns the size of a leaf in bytes. described: its (shape, dtype) in the record of a checkpoint."""
-    return math.prod(described[0]) * jnp.dtype(described[1]).itemsize
+def state_bytes(checkpoints: Checkpoints, step: int) -> int:
+    """Returns the size of the arrays in a checkpoint."""
+    return sum(leaf_bytes(*leaf[:2]) for leaf in checkpoints.read_record(step)["leaves"].values())
 
 
 def read_leaves(checkpoints: Checkpoints, step: int, leaves: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -263,20 +261,16 @@ def leaf_difference(name: str, one: np.ndarray, other: np.ndarray) -> str:
     return f"{name}: {unequal:,} of {one.size:,} numbers differ, by at most {largest:.3g}"
 
 
-def metric_differences(one: Mapping, other: Mapping, steps: Any, names: tuple[str, ...] | None) -> list[str]:
-    """Returns one line for each step with differing values. `names` are the metrics to compare; None compares all."""
-    found = []
+def metric_differences(one: Mapping, other: Mapping, steps: Iterable, names: Sequence[str] = ()) -> Iterator[str]:
+    """Yields one line for each step with differing values. names: metrics to compare, by default all."""
     for step in steps:
         if step not in one or step not in other:
-            found.append(f"step {step} is missing from metrics.jsonl")
-            continue
-        pick = lambda record: record if names is None else {name: record.get(name) for name in names}
-        if lines := dict_differences(pick(one[step]), pick(other[step])):
-            found.append(f"step {step}: {'; '.join(lines)}")
-    return found
+            yield f"step {step} is missing from metrics.jsonl"
+        elif lines := dict_differences(one[step], other[step], names):
+            yield f"step {step}: {'; '.join(lines)}"
 
 
-def dict_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Returns 'NAME is VALUE and VALUE' for each differing entry."""
-    pairs = {name: (one.get(name), other.get(name)) for name in sorted(one.keys() | other.keys())}
+def dict_differences(one: Mapping[str, Any], other: Mapping[str, Any], names: Sequence[str] = ()) -> list[str]:
+    """Returns 'NAME is VALUE and VALUE' for each differing entry. names: entries to compare, by default all."""
+    pairs = {name: (one.get(name), other.get(name)) for name in sorted(names or one.keys() | other.keys())}
     return [f"{name} is {left!r} and {right!r}" for name, (left, right) in pairs.items() if left != right]

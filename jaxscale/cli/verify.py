@@ -20,7 +20,7 @@ from typing import Literal
 
 from jaxscale.cli import verify_parity
 from jaxscale.cli.shrink import changes_text, is_large, shrink, use_available_data
-from jaxscale.cli.two_runs import KILL_AFTER, SAVE_EVERY, RunComparison, TwoRuns, comparable, compare, read_metrics
+from jaxscale.cli.two_runs import KILL_AFTER, SAVE_EVERY, RunComparison, TwoRuns, comparable, compare
 from jaxscale.config import RunConfig
 from jaxscale.core.config import MeshConfig
 from jaxscale.core.mesh import mesh_shape
@@ -79,9 +79,9 @@ def verify_resume(
         say(f"an uninterrupted run of {steps} steps")
         runs.run("straight")
         for point, where in KILLS.items():
-            newest, seen = runs.kill(point)
-            metrics.append(read_metrics(folder / "killed"))
-            end = f"killed after step {max(metrics[-1], default=0)}, newest checkpoint {newest}{where}"
+            newest, logged, seen = runs.kill(point)
+            metrics.append(logged)
+            end = f"killed after step {max(logged, default=0)}, newest checkpoint {newest}{where}"
             say(f"the second run, from step {seen.begin}: {end}")
         say(f"the second run, from step {runs.newest()}: to the end")
         runs.run("killed")
