@@ -137,5 +137,5 @@ def test_runs_that_end_diverge_fail_and_are_killed(tmp_path, capsys):
     with pytest.raises(Stop, match="none") as stopped:
         running.run_all([broken], tmp_path, jobs=1, say=print)
     assert stopped.value.code == Exit.BAD_INPUT and outcome_of(folder_of(broken, tmp_path)) is None
-    with pytest.raises(BadInput, match="has not ended"):
+    with pytest.raises(BadInput, match="is not finished"):
         read_result(broken, tmp_path)
