@@ -265,7 +265,7 @@ def test_every_verb_works_in_a_bucket(kept, tmp_path):
         assert copied == {
             str(path.relative_to(kept.directory / "30")): path.read_bytes() for path in kept_run.files_of(kept, 30)
         }
-    assert "contains step 10 of a different run" in answers[11][0] and "contains no checkpoint" in answers[12][0]
+    assert "contains step 10 of a different run" in answers[11][0] and "has no checkpoint" in answers[12][0]
     assert answers[13][0].startswith("error: cannot access the bucket: ") and "Storage Object Viewer" in answers[13][0]
     assert "cannot be read: PERMISSION_DENIED; it was not verified" in answers[14][0]
     assert "step 30 cannot be read: PERMISSION_DENIED" in answers[15][0]
