@@ -63,6 +63,10 @@ class Writer:
             first, last = min(existing.dropped_steps), max(existing.dropped_steps)
             self.say(f"metrics.jsonl: dropped steps {first} to {last}, which are repeated")
         self.sinks += open_sinks(self.cfg.writers, self.workdir)
+        self.open_tensorboard()
+
+    def open_tensorboard(self) -> None:
+        """Opens TensorBoard in a local work folder."""
         if self.cfg.tensorboard and paths.is_remote(self.workdir):
             self.say("TensorBoard events are written to local folders only; metrics.jsonl has every number")
         elif self.cfg.tensorboard:
