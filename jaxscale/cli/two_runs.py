@@ -227,9 +227,12 @@ def compare_state(one: Checkpoints, other: Checkpoints, step: int) -> Iterator[t
 def batches(names: Sequence[str], sizes: Mapping[str, int]) -> list[list[str]]:
     """Returns the names in groups of at most READ_BYTES. A leaf that is larger is a group by itself."""
     parts: list[list[str]] = []
+    filled = 0
     for name in names:
-        if not parts or sum(sizes[other] for other in [*parts[-1], name]) > READ_BYTES:
+        filled += sizes[name]
+        if not parts or filled > READ_BYTES:
             parts.append([])
+            filled = sizes[name]
         parts[-1].append(name)
     return parts
 
